@@ -235,29 +235,31 @@ static spccl_status take_next(sp_links *links, struct next *nexts, bool *any)
 
 spccl_status sp_take_fallbacks(const sp_links *links, const sp_transport *t, sp_endpoint *ep)
 {
-    sp_rank_list ranks = {0};
-    const char *first = "";
-    bool all_expected = true;
+    struct {
+        sp_rank_list ranks;
+        const char *why;           /* of the first */
+    } failed[2] = {{.why = NULL}}; /* [1]: expected */
     for (int peer = 0; t->fallback != NULL && peer < links->world_size; peer++) {
         bool expected = false;
         const char *why = links->peers[peer].transport == t ? t->failed(ep, peer, &expected) : NULL;
         if (why == NULL)
             continue;
-        if (ranks.n == 0 || (all_expected && !expected))
-            first = why;
-        all_expected = all_expected && expected;
-        sp_rank_list_add(&ranks, peer);
+        failed[expected].why = failed[expected].ranks.n == 0 ? why : failed[expected].why;
+        sp_rank_list_add(&failed[expected].ranks, peer);
         t->take_fallback(ep, peer);
     }
-    if (ranks.n == 0)
-        return SPCCL_OK;
-    if (!links->tcp_too)
-        return SP_FAIL(SPCCL_ERR_UNREACHABLE,
-                       "rank %d: no connection over %s with rank %s, and %s is not among the transports: %s",
-                       links->rank, t->name, ranks.text, t->fallback->name, first);
-    sp_log(all_expected ? SP_LOG_INFO : SP_LOG_WARN, links->rank,
-           "%s: %s is used in place of %s with rank %s: %s", t->name, t->fallback->name, t->name, ranks.text,
-           first);
+    for (int i = 0; i < 2; i++) {
+        if (failed[i].ranks.n == 0)
+            continue;
+        if (!links->tcp_too)
+            return SP_FAIL(
+                SPCCL_ERR_UNREACHABLE,
+                "rank %d: no connection over %s with rank %s, and %s is not among the transports: %s",
+                links->rank, t->name, failed[i].ranks.text, t->fallback->name, failed[i].why);
+        sp_log(i == 1 ? SP_LOG_INFO : SP_LOG_WARN, links->rank,
+               "%s: %s is used in place of %s with rank %s: %s", t->name, t->fallback->name, t->name,
+               failed[i].ranks.text, failed[i].why);
+    }
     return SPCCL_OK;
 }
 
