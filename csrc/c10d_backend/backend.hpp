@@ -34,10 +34,21 @@ class Staging
     }
     /* For tensors that the call writes; finish() copies the result back to them. */
     at::Tensor written(const at::Tensor &t);
-    std::vector<at::Tensor> read_only(const std::vector<at::Tensor> &list);
-    std::vector<at::Tensor> written(const std::vector<at::Tensor> &list);
-    std::vector<std::vector<at::Tensor>> read_only(const std::vector<std::vector<at::Tensor>> &lists);
-    std::vector<std::vector<at::Tensor>> written(const std::vector<std::vector<at::Tensor>> &lists);
+    /* Of lists of tensors, and of lists of lists. */
+    template <class T> std::vector<T> read_only(const std::vector<T> &list)
+    {
+        std::vector<T> copies;
+        for (const T &t : list)
+            copies.push_back(read_only(t));
+        return copies;
+    }
+    template <class T> std::vector<T> written(const std::vector<T> &list)
+    {
+        std::vector<T> copies;
+        for (const T &t : list)
+            copies.push_back(written(t));
+        return copies;
+    }
     void finish();
 
   private:

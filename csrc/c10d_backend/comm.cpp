@@ -206,15 +206,22 @@ spccl_status Comm::error(std::string *text)
     return status;
 }
 
-void Comm::check_usable(const std::string &op)
+/* Run `call(comm)` beside calls that issue; throws what the status means. If the group was shut down, do nothing, or
+ * throw if it `must` be there. */
+template <class Call> void Comm::look(const std::string &op, bool must, Call &&call)
 {
     check_process(op);
     std::shared_lock<std::shared_mutex> alive(life_);
-    if (raw_ == nullptr)
+    if (raw_ == nullptr && must)
         std::rethrow_exception(make_error(SPCCL_ERR_STATE, who() + ": " + op, shut_down));
-    const spccl_status status = spccl_comm_async_error(raw_);
+    const spccl_status status = raw_ != nullptr ? call(raw_) : SPCCL_OK;
     if (status != SPCCL_OK)
         std::rethrow_exception(make_error(status, who() + ": " + op, spccl_last_error()));
+}
+
+void Comm::check_usable(const std::string &op)
+{
+    look(op, true, [](spccl_comm *raw) { return spccl_comm_async_error(raw); });
 }
 
 void Comm::close()
@@ -232,15 +239,9 @@ void Comm::close()
 
 spccl_stats Comm::stats()
 {
-    check_process("stats");
-    std::shared_lock<std::shared_mutex> alive(life_);
     spccl_stats stats{};
     stats.struct_bytes = sizeof stats;
-    if (raw_ == nullptr)
-        return stats;
-    const spccl_status status = spccl_comm_stats(raw_, &stats);
-    if (status != SPCCL_OK)
-        std::rethrow_exception(make_error(status, who() + ": stats", spccl_last_error()));
+    look("stats", false, [&](spccl_comm *raw) { return spccl_comm_stats(raw, &stats); });
     return stats;
 }
 
@@ -258,14 +259,9 @@ spccl_status Comm::attach_cuda(const spccl_cuda_config &config, milliseconds tim
 
 void Comm::wait_cuda(const OpText &op, void *stream, milliseconds timeout)
 {
-    check_process(op.str());
-    std::shared_lock<std::shared_mutex> alive(life_);
-    if (raw_ == nullptr)
-        std::rethrow_exception(make_error(SPCCL_ERR_STATE, who() + ": " + op.str(), shut_down));
-    const spccl_status status =
-        spccl_cuda_wait(raw_, stream, timeout.count() > 0 ? timeout.count() : INT64_C(-1));
-    if (status != SPCCL_OK)
-        std::rethrow_exception(make_error(status, who() + ": " + op.str(), spccl_last_error()));
+    look(op.str(), true, [&](spccl_comm *raw) {
+        return spccl_cuda_wait(raw, stream, timeout.count() > 0 ? timeout.count() : INT64_C(-1));
+    });
 }
 
 spccl_status Comm::set_end_event(std::shared_ptr<const void> owner, void *event)
@@ -278,37 +274,23 @@ spccl_status Comm::set_end_event(std::shared_ptr<const void> owner, void *event)
 
 spccl_cuda_stats Comm::cuda_stats()
 {
-    check_process("cuda_stats");
-    std::shared_lock<std::shared_mutex> alive(life_);
     spccl_cuda_stats stats{};
     stats.struct_bytes = sizeof stats;
-    if (raw_ == nullptr)
-        return stats;
-    const spccl_status status = spccl_cuda_get_stats(raw_, &stats);
-    if (status != SPCCL_OK)
-        std::rethrow_exception(make_error(status, who() + ": cuda_stats", spccl_last_error()));
+    look("cuda_stats", false, [&](spccl_comm *raw) { return spccl_cuda_get_stats(raw, &stats); });
     return stats;
 }
 
 std::string Comm::describe_link(int peer)
 {
-    check_process("describe_link");
-    std::shared_lock<std::shared_mutex> alive(life_);
-    TORCH_CHECK(raw_ != nullptr, "spccl: ", who(), ": describe_link: the group was shut down");
     const char *text = "";
-    const spccl_status status = spccl_comm_describe_link(raw_, peer, &text);
-    if (status != SPCCL_OK)
-        std::rethrow_exception(make_error(status, who() + ": describe_link", spccl_last_error()));
+    look("describe_link", true, [&](spccl_comm *raw) { return spccl_comm_describe_link(raw, peer, &text); });
     return text;
 }
 
 std::string Comm::local_ip()
 {
-    std::shared_lock<std::shared_mutex> alive(life_);
     const char *text = "";
-    const spccl_status status = spccl_comm_local_ip(raw_, &text);
-    if (status != SPCCL_OK)
-        std::rethrow_exception(make_error(status, who() + ": joining the group", spccl_last_error()));
+    look("joining the group", true, [&](spccl_comm *raw) { return spccl_comm_local_ip(raw, &text); });
     return text;
 }
 

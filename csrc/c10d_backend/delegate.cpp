@@ -24,38 +24,6 @@ at::Tensor Staging::written(const at::Tensor &t)
     return copy;
 }
 
-std::vector<at::Tensor> Staging::read_only(const std::vector<at::Tensor> &list)
-{
-    std::vector<at::Tensor> copies;
-    for (const at::Tensor &t : list)
-        copies.push_back(read_only(t));
-    return copies;
-}
-
-std::vector<at::Tensor> Staging::written(const std::vector<at::Tensor> &list)
-{
-    std::vector<at::Tensor> copies;
-    for (const at::Tensor &t : list)
-        copies.push_back(written(t));
-    return copies;
-}
-
-std::vector<std::vector<at::Tensor>> Staging::read_only(const std::vector<std::vector<at::Tensor>> &lists)
-{
-    std::vector<std::vector<at::Tensor>> copies;
-    for (const auto &list : lists)
-        copies.push_back(read_only(list));
-    return copies;
-}
-
-std::vector<std::vector<at::Tensor>> Staging::written(const std::vector<std::vector<at::Tensor>> &lists)
-{
-    std::vector<std::vector<at::Tensor>> copies;
-    for (const auto &list : lists)
-        copies.push_back(written(list));
-    return copies;
-}
-
 void Staging::finish()
 {
     at::NoGradGuard no_grad;

@@ -235,11 +235,6 @@ std::vector<at::Tensor> RequestWork::result()
     return launch_.outputs;
 }
 
-void RequestWork::synchronize()
-{
-    wait(kNoTimeout);
-}
-
 bool RequestWork::wait(milliseconds timeout)
 {
     comm_->check_process(launch_.op.str());
@@ -295,7 +290,7 @@ void RequestWork::complete_future()
 
 TaskWork::TaskWork(int rank, const OpText &op, const char *title, std::vector<at::Tensor> tensors,
                    uint64_t sequence, const std::shared_ptr<SerialThread> &completer)
-    : Work(rank, c10d::OpType::_ALLREDUCE_SPARSE, title, tensors), op_(op), tensors_(std::move(tensors)),
+    : OwnWork(rank, c10d::OpType::_ALLREDUCE_SPARSE, title, tensors), op_(op), tensors_(std::move(tensors)),
       sequence_(sequence), completer_(SerialThread::awaitable(completer)), future_(make_tensor_list_future())
 {
 }
@@ -340,11 +335,6 @@ bool TaskWork::wait(milliseconds timeout)
     return Work::wait(kNoTimeout);
 }
 
-void TaskWork::blockCurrentStream()
-{
-    wait(kNoTimeout);
-}
-
 void TaskWork::abort()
 {
     if (abort_task)
@@ -373,18 +363,13 @@ std::vector<c10::intrusive_ptr<c10d::Work>> present(std::vector<c10::intrusive_p
 } // namespace
 
 MultiWork::MultiWork(int rank, c10d::OpType type, std::vector<c10::intrusive_ptr<c10d::Work>> parts)
-    : Work(rank, type), parts_(present(std::move(parts)))
+    : OwnWork(rank, type), parts_(present(std::move(parts)))
 {
 }
 
 bool MultiWork::isCompleted()
 {
     return std::all_of(parts_.begin(), parts_.end(), [](const auto &part) { return part->isCompleted(); });
-}
-
-bool MultiWork::isSuccess() const
-{
-    return exception() == nullptr;
 }
 
 std::exception_ptr MultiWork::exception() const
@@ -405,11 +390,6 @@ std::vector<at::Tensor> MultiWork::result()
     return all;
 }
 
-void MultiWork::synchronize()
-{
-    wait(kNoTimeout);
-}
-
 bool MultiWork::wait(milliseconds timeout)
 {
     std::exception_ptr first;
@@ -424,11 +404,6 @@ bool MultiWork::wait(milliseconds timeout)
     if (first)
         std::rethrow_exception(first);
     return true;
-}
-
-void MultiWork::blockCurrentStream()
-{
-    wait(kNoTimeout);
 }
 
 void MultiWork::abort()

@@ -66,22 +66,34 @@ void run_copy_out(const Launch &launch);
  * error. */
 void run_blocking(Comm &comm, Launch launch);
 
-/* What the works of one collective share. */
-class CollectiveWork : public c10d::Work
+/* What our works have in common. */
+class OwnWork : public c10d::Work
 {
   public:
-    CollectiveWork(std::shared_ptr<Comm> comm, const Launch &launch, uint64_t sequence)
-        : Work(comm->rank(), launch.type, launch.title, launch.inputs), comm_(std::move(comm)),
-          sequence_(sequence)
-    {
-    }
+    using c10d::Work::Work;
+    /* As in torch: false only after a failure; true while under way. */
     bool isSuccess() const override
     {
         return exception() == nullptr;
     }
-    void blockCurrentStream() /* virtual from 2.9 on */
+    void synchronize() override
+    {
+        wait(kNoTimeout);
+    }
+    void blockCurrentStream() /* virtual from 2.9 on; host memory has no stream */
     {
         synchronize();
+    }
+};
+
+/* What the works of one collective share. */
+class CollectiveWork : public OwnWork
+{
+  public:
+    CollectiveWork(std::shared_ptr<Comm> comm, const Launch &launch, uint64_t sequence)
+        : OwnWork(comm->rank(), launch.type, launch.title, launch.inputs), comm_(std::move(comm)),
+          sequence_(sequence)
+    {
     }
     void abort() override
     {
@@ -113,10 +125,8 @@ class RequestWork final : public CollectiveWork
     ~RequestWork() override;
 
     bool isCompleted() override;
-    /* As in torch: set only after a failure, not while under way. */
     std::exception_ptr exception() const override;
     std::vector<at::Tensor> result() override;
-    void synchronize() override;
     /* timeout 0 = until the collective's own deadline. A shorter one that passes throws DistBackendError; the
      * collective then goes on and may be waited for again. */
     bool wait(milliseconds timeout = kNoTimeout) override;
@@ -146,7 +156,7 @@ class RequestWork final : public CollectiveWork
 
 /* Work that a SerialThread runs: several collectives, one after the other, on a second communicator. As for
  * RequestWork, `completer` completes the future. */
-class TaskWork final : public c10d::Work
+class TaskWork final : public OwnWork
 {
   public:
     TaskWork(int rank, const OpText &op, const char *title, std::vector<at::Tensor> tensors,
@@ -157,7 +167,6 @@ class TaskWork final : public c10d::Work
 
     std::vector<at::Tensor> result() override;
     bool wait(milliseconds timeout = kNoTimeout) override;
-    void blockCurrentStream();
     void abort() override;
     c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
     uint64_t getSequencenumber() const override;
@@ -175,19 +184,16 @@ class TaskWork final : public c10d::Work
 };
 
 /* Several works as one, for torch's coalesced calls. A part that is NULL is done already. */
-class MultiWork final : public c10d::Work
+class MultiWork final : public OwnWork
 {
   public:
     MultiWork(int rank, c10d::OpType type, std::vector<c10::intrusive_ptr<c10d::Work>> parts);
 
     bool isCompleted() override;
-    bool isSuccess() const override;
     std::exception_ptr exception() const override;
     std::vector<at::Tensor> result() override;
-    void synchronize() override;
     /* Waits for every part, also after one has failed; then throws the first failure. */
     bool wait(milliseconds timeout = kNoTimeout) override;
-    void blockCurrentStream();
     void abort() override;
     c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
