@@ -58,6 +58,8 @@ int ext_errors_add(PyObject *module, ext_state *state);
 PyObject *ext_error_new(ext_state *state, spccl_status status, const char *text);
 /* Raise the Python exception for `status`, with spccl_last_error() as text. Always returns NULL. */
 PyObject *ext_raise(ext_state *state, spccl_status status);
+/* None, or as ext_raise. */
+PyObject *ext_none_or_raise(ext_state *state, spccl_status status);
 /* As ext_raise, but with the text of `fmt` (printf-like, at most 1000 bytes). */
 PyObject *ext_raise_text(ext_state *state, spccl_status status, const char *fmt, ...)
     __attribute__((format(printf, 3, 4)));

@@ -188,9 +188,7 @@ static PyObject *comm_close(PyObject *obj, PyObject *unused)
             "close: %d other thread(s) are using the communicator; join these threads first, or call abort()",
             self->n_inside);
     st = destroy(self);
-    if (st != SPCCL_OK)
-        return ext_raise(ext_comm_state(self), st);
-    Py_RETURN_NONE;
+    return ext_none_or_raise(ext_comm_state(self), st);
 }
 
 static void comm_dealloc(PyObject *obj)
@@ -232,9 +230,7 @@ static PyObject *comm_abort(PyObject *obj, PyObject *args)
     st = spccl_comm_abort(self->comm, reason);
     Py_END_ALLOW_THREADS
     ext_comm_leave(self, false);
-    if (st != SPCCL_OK)
-        return ext_raise(ext_comm_state(self), st);
-    Py_RETURN_NONE;
+    return ext_none_or_raise(ext_comm_state(self), st);
 }
 
 static PyObject *comm_async_error(PyObject *obj, PyObject *unused)
@@ -262,9 +258,7 @@ static PyObject *comm_set_timeout(PyObject *obj, PyObject *args)
         return NULL;
     st = spccl_comm_set_timeout(self->comm, timeout_ms);
     ext_comm_leave(self, true);
-    if (st != SPCCL_OK)
-        return ext_raise(ext_comm_state(self), st);
-    Py_RETURN_NONE;
+    return ext_none_or_raise(ext_comm_state(self), st);
 }
 
 static PyObject *comm_stats(PyObject *obj, PyObject *unused)

@@ -5,122 +5,87 @@
 #include <stdio.h>
 #include <string.h>
 
-/* The builtin exception that the class also derives from, besides spccl.Error; NULL if there is none. */
-static PyObject *also(ext_error_class kind)
-{
-    switch (kind) {
-    case EXT_ERROR:
-        return PyExc_RuntimeError;
-    case EXT_ARGUMENT_ERROR:
-    case EXT_FORMAT_ERROR:
-    case EXT_SETTING_ERROR:
-    case EXT_MISMATCH_ERROR:
-        return PyExc_ValueError;
-    case EXT_OUT_OF_MEMORY_ERROR:
-        return PyExc_MemoryError;
-    case EXT_SYSTEM_CALL_ERROR:
-        return PyExc_OSError;
-    case EXT_PEER_ERROR:
-    case EXT_UNREACHABLE_ERROR:
-        return PyExc_ConnectionError;
-    case EXT_TIMEOUT_ERROR:
-        return PyExc_TimeoutError;
-    case EXT_AUTH_ERROR:
-        return PyExc_PermissionError;
-    case EXT_UNSUPPORTED_ERROR:
-        return PyExc_NotImplementedError;
-    case EXT_STATE_ERROR:
-    case EXT_ABORTED_ERROR:
-    case EXT_DEVICE_ERROR:
-    case EXT_INTERNAL_ERROR:
-    case EXT_N_ERRORS:
-        return NULL;
-    }
-    return NULL;
-}
-
 static const struct {
     const char *name, *doc;
-    spccl_status status; /* attribute of the class; an instance has its own */
+    PyObject **also; /* the builtin exception that the class also derives from, besides spccl.Error */
+    spccl_status statuses[4]; /* that raise it; the first one is an attribute of the class */
 } classes[EXT_N_ERRORS] = {
-    [EXT_ERROR] = {"spccl.Error", "Any failure of spccl; `status` is its number (docs/ERRORS.md).",
-                   SPCCL_ERR_BUG},
+    [EXT_ERROR] = {"spccl.Error",
+                   "Any failure of spccl; `status` is its number (docs/ERRORS.md).",
+                   &PyExc_RuntimeError,
+                   {SPCCL_ERR_BUG}},
     [EXT_ARGUMENT_ERROR] = {"spccl.ArgumentError",
                             "An argument is out of range, of a wrong dtype or size, or overlaps.",
-                            SPCCL_ERR_ARG},
-    [EXT_FORMAT_ERROR] = {"spccl.FormatError",
-                          "Bytes that do not follow docs/FORMAT.md, or a frame of another dtype or size than "
-                          "wanted.",
-                          SPCCL_ERR_FORMAT},
-    [EXT_STATE_ERROR] = {"spccl.StateError", "Used after close, or from two threads at once.",
-                         SPCCL_ERR_STATE},
+                            &PyExc_ValueError,
+                            {SPCCL_ERR_ARG, SPCCL_ERR_DTYPE, SPCCL_ERR_DST_SMALL, SPCCL_ERR_ALIAS}},
+    [EXT_FORMAT_ERROR] =
+        {"spccl.FormatError",
+         "Bytes that do not follow docs/FORMAT.md, or a frame of another dtype or size than wanted.",
+         &PyExc_ValueError,
+         {SPCCL_ERR_FORMAT, SPCCL_ERR_VERSION, SPCCL_ERR_FRAME}},
+    [EXT_STATE_ERROR] = {"spccl.StateError",
+                         "Used after close, or from two threads at once.",
+                         NULL,
+                         {SPCCL_ERR_STATE}},
     [EXT_UNSUPPORTED_ERROR] = {"spccl.UnsupportedError",
                                "The call is valid, but this build or this format cannot do it.",
-                               SPCCL_ERR_UNSUPPORTED},
-    [EXT_SETTING_ERROR] = {"spccl.SettingError", "A SPCCL_* variable or an option has a bad value.",
-                           SPCCL_ERR_SETTING},
-    [EXT_OUT_OF_MEMORY_ERROR] = {"spccl.OutOfMemoryError", "Out of memory.", SPCCL_ERR_NOMEM},
-    [EXT_SYSTEM_CALL_ERROR] = {"spccl.SystemCallError", "An operating-system call failed.", SPCCL_ERR_SYSTEM},
-    [EXT_PEER_ERROR] = {"spccl.PeerError", "A peer died or closed its connection.", SPCCL_ERR_PEER},
-    [EXT_TIMEOUT_ERROR] = {"spccl.TimeoutError", "A deadline passed.", SPCCL_ERR_TIMEOUT},
-    [EXT_MISMATCH_ERROR] = {"spccl.MismatchError", "Ranks called different operations, sizes or dtypes.",
-                            SPCCL_ERR_MISMATCH},
-    [EXT_ABORTED_ERROR] = {"spccl.AbortedError", "The communicator was aborted, here or on a peer.",
-                           SPCCL_ERR_ABORTED},
-    [EXT_AUTH_ERROR] = {"spccl.AuthError", "A peer has another job secret.", SPCCL_ERR_AUTH},
-    [EXT_UNREACHABLE_ERROR] = {"spccl.UnreachableError", "No transport reaches a peer.",
-                               SPCCL_ERR_UNREACHABLE},
-    [EXT_DEVICE_ERROR] = {"spccl.DeviceError", "A device call failed.", SPCCL_ERR_DEVICE},
-    [EXT_INTERNAL_ERROR] = {"spccl.InternalError", "A bug in spccl: please report the text.", SPCCL_ERR_BUG},
+                               &PyExc_NotImplementedError,
+                               {SPCCL_ERR_UNSUPPORTED}},
+    [EXT_SETTING_ERROR] = {"spccl.SettingError",
+                           "A SPCCL_* variable or an option has a bad value.",
+                           &PyExc_ValueError,
+                           {SPCCL_ERR_SETTING}},
+    [EXT_OUT_OF_MEMORY_ERROR] = {"spccl.OutOfMemoryError",
+                                 "Out of memory.",
+                                 &PyExc_MemoryError,
+                                 {SPCCL_ERR_NOMEM}},
+    [EXT_SYSTEM_CALL_ERROR] = {"spccl.SystemCallError",
+                               "An operating-system call failed.",
+                               &PyExc_OSError,
+                               {SPCCL_ERR_SYSTEM}},
+    [EXT_PEER_ERROR] = {"spccl.PeerError",
+                        "A peer died or closed its connection.",
+                        &PyExc_ConnectionError,
+                        {SPCCL_ERR_PEER}},
+    [EXT_TIMEOUT_ERROR] = {"spccl.TimeoutError",
+                           "A deadline passed.",
+                           &PyExc_TimeoutError,
+                           {SPCCL_ERR_TIMEOUT}},
+    [EXT_MISMATCH_ERROR] = {"spccl.MismatchError",
+                            "Ranks called different operations, sizes or dtypes.",
+                            &PyExc_ValueError,
+                            {SPCCL_ERR_MISMATCH}},
+    [EXT_ABORTED_ERROR] = {"spccl.AbortedError",
+                           "The communicator was aborted, here or on a peer.",
+                           NULL,
+                           {SPCCL_ERR_ABORTED}},
+    [EXT_AUTH_ERROR] = {"spccl.AuthError",
+                        "A peer has another job secret.",
+                        &PyExc_PermissionError,
+                        {SPCCL_ERR_AUTH}},
+    [EXT_UNREACHABLE_ERROR] = {"spccl.UnreachableError",
+                               "No transport reaches a peer.",
+                               &PyExc_ConnectionError,
+                               {SPCCL_ERR_UNREACHABLE}},
+    [EXT_DEVICE_ERROR] = {"spccl.DeviceError", "A device call failed.", NULL, {SPCCL_ERR_DEVICE}},
+    [EXT_INTERNAL_ERROR] = {"spccl.InternalError",
+                            "A bug in spccl: please report the text.",
+                            NULL,
+                            {SPCCL_ERR_BUG}},
 };
 
-static ext_error_class class_of(spccl_status status)
+static int class_of(spccl_status status)
 {
-    switch (status) {
-    case SPCCL_OK:
-    case SPCCL_AGAIN:
-    case SPCCL_ERR_BUG:
-        return EXT_INTERNAL_ERROR;
-    case SPCCL_ERR_ARG:
-    case SPCCL_ERR_DTYPE:
-    case SPCCL_ERR_DST_SMALL:
-    case SPCCL_ERR_ALIAS:
-        return EXT_ARGUMENT_ERROR;
-    case SPCCL_ERR_STATE:
-        return EXT_STATE_ERROR;
-    case SPCCL_ERR_UNSUPPORTED:
-        return EXT_UNSUPPORTED_ERROR;
-    case SPCCL_ERR_SETTING:
-        return EXT_SETTING_ERROR;
-    case SPCCL_ERR_FORMAT:
-    case SPCCL_ERR_VERSION:
-    case SPCCL_ERR_FRAME:
-        return EXT_FORMAT_ERROR;
-    case SPCCL_ERR_NOMEM:
-        return EXT_OUT_OF_MEMORY_ERROR;
-    case SPCCL_ERR_SYSTEM:
-        return EXT_SYSTEM_CALL_ERROR;
-    case SPCCL_ERR_PEER:
-        return EXT_PEER_ERROR;
-    case SPCCL_ERR_TIMEOUT:
-        return EXT_TIMEOUT_ERROR;
-    case SPCCL_ERR_MISMATCH:
-        return EXT_MISMATCH_ERROR;
-    case SPCCL_ERR_ABORTED:
-        return EXT_ABORTED_ERROR;
-    case SPCCL_ERR_AUTH:
-        return EXT_AUTH_ERROR;
-    case SPCCL_ERR_UNREACHABLE:
-        return EXT_UNREACHABLE_ERROR;
-    case SPCCL_ERR_DEVICE:
-        return EXT_DEVICE_ERROR;
-    }
+    for (int kind = EXT_ERROR + 1; kind < EXT_N_ERRORS; kind++)
+        for (int i = 0; i < 4; i++)
+            if (classes[kind].statuses[i] == status && status != SPCCL_OK)
+                return kind;
     return EXT_INTERNAL_ERROR;
 }
 
 static PyObject *new_class(ext_state *state, ext_error_class kind)
 {
-    PyObject *other = also(kind), *bases, *dict, *result = NULL;
+    PyObject *other = classes[kind].also != NULL ? *classes[kind].also : NULL, *bases, *dict, *result = NULL;
 
     if (kind == EXT_ERROR)
         bases = PyTuple_Pack(1, other);
@@ -128,7 +93,7 @@ static PyObject *new_class(ext_state *state, ext_error_class kind)
         bases = PyTuple_Pack(2, state->errors[EXT_ERROR], other);
     else
         bases = PyTuple_Pack(1, state->errors[EXT_ERROR]);
-    dict = Py_BuildValue("{si}", "status", (int)classes[kind].status);
+    dict = Py_BuildValue("{si}", "status", (int)classes[kind].statuses[0]);
     if (bases != NULL && dict != NULL)
         result = PyErr_NewExceptionWithDoc(classes[kind].name, classes[kind].doc, bases, dict);
     Py_XDECREF(bases);
@@ -181,6 +146,11 @@ static PyObject *raise_with(ext_state *state, spccl_status status, const char *t
 PyObject *ext_raise(ext_state *state, spccl_status status)
 {
     return raise_with(state, status, spccl_last_error());
+}
+
+PyObject *ext_none_or_raise(ext_state *state, spccl_status status)
+{
+    return status == SPCCL_OK ? Py_NewRef(Py_None) : ext_raise(state, status);
 }
 
 PyObject *ext_raise_text(ext_state *state, spccl_status status, const char *fmt, ...)

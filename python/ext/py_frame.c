@@ -181,9 +181,7 @@ PyObject *ext_decode(PyObject *module, PyObject *args, PyObject *kwargs)
         PyEval_RestoreThread(save);
     ext_array_release(&out);
     ext_array_release(&encoded);
-    if (st != SPCCL_OK)
-        return ext_raise(state, st);
-    Py_RETURN_NONE;
+    return ext_none_or_raise(state, st);
 }
 
 /* ---- inspect ---- */
