@@ -98,32 +98,6 @@ static void push_rank(sp_plan_builder *b, int rank)
 
 void sp_step_from(sp_plan_builder *b, sp_step *step, int queue, int rank)
 {
-    step->queue_in = queue;
-    step->from = b->n_ranks;
-    push_rank(b, rank);
-    step->n_from = 1;
-}
-
-void sp_step_from_all(sp_plan_builder *b, sp_step *step, int queue)
-{
-    step->queue_in = queue;
-    step->from = b->n_ranks;
-    for (int r = 0; r < b->plan->world_size; r++)
-        if (r != b->plan->rank)
-            push_rank(b, r);
-    step->n_from = b->n_ranks - step->from;
-}
-
-void sp_step_to(sp_plan_builder *b, sp_step *step, int queue, int rank)
-{
-    step->queue_out = queue;
-    step->to = b->n_ranks;
-    push_rank(b, rank);
-    step->n_to = 1;
-}
-
-void sp_step_from_also(sp_plan_builder *b, sp_step *step, int queue, int rank)
-{
     if (step->n_from == 0)
         step->from = b->n_ranks;
     step->queue_in = queue;
@@ -131,7 +105,7 @@ void sp_step_from_also(sp_plan_builder *b, sp_step *step, int queue, int rank)
     step->n_from++;
 }
 
-void sp_step_to_also(sp_plan_builder *b, sp_step *step, int queue, int rank)
+void sp_step_to(sp_plan_builder *b, sp_step *step, int queue, int rank)
 {
     if (step->n_to == 0)
         step->to = b->n_ranks;
@@ -140,17 +114,21 @@ void sp_step_to_also(sp_plan_builder *b, sp_step *step, int queue, int rank)
     step->n_to++;
 }
 
+void sp_step_from_all(sp_plan_builder *b, sp_step *step, int queue)
+{
+    for (int r = 0; r < b->plan->world_size; r++)
+        if (r != b->plan->rank)
+            sp_step_from(b, step, queue, r);
+}
+
 void sp_step_to_all(sp_plan_builder *b, sp_step *step, int queue, int except)
 {
     int world_size = b->plan->world_size;
-    step->queue_out = queue;
-    step->to = b->n_ranks;
     for (int i = 1; i < world_size; i++) {
         int r = (b->plan->rank + i) % world_size;
         if (r != except)
-            push_rank(b, r);
+            sp_step_to(b, step, queue, r);
     }
-    step->n_to = b->n_ranks - step->to;
 }
 
 /* Entries of a plan's lists of ranks, at most. For each part a rank has at most five peers outside of its host, and a

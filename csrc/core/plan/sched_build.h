@@ -14,15 +14,12 @@ typedef struct sp_plan_builder {
  * order, if its senders are all peers. NULL if n_elems is 0. */
 sp_step *sp_plan_add(sp_plan_builder *b, sp_step_kind kind, int part, size_t src_off, size_t dst_off,
                      size_t n_elems);
-/* Set the senders (from) or receivers (to) of a step: one rank, or all peers. `except` is a peer to leave
- * out; -1 = none. Senders are in rank order. Receivers start with the rank after this one, so that the ranks
- * do not all send to the same peer first. */
+/* Add a sender (from) or a receiver (to) to a step, or all peers; `except` is a peer to leave out, -1 = none. All of one
+ * kind of a step are added before any other rank, and have one queue. Senders are in rank order. sp_step_to_all starts
+ * with the rank after this one, so that the ranks do not all send to the same peer first. */
 void sp_step_from(sp_plan_builder *b, sp_step *step, int queue, int rank);
-void sp_step_from_all(sp_plan_builder *b, sp_step *step, int queue);
 void sp_step_to(sp_plan_builder *b, sp_step *step, int queue, int rank);
-/* Add one sender or receiver to a step. All of one kind of a step are added before any other rank. */
-void sp_step_from_also(sp_plan_builder *b, sp_step *step, int queue, int rank);
-void sp_step_to_also(sp_plan_builder *b, sp_step *step, int queue, int rank);
+void sp_step_from_all(sp_plan_builder *b, sp_step *step, int queue);
 void sp_step_to_all(sp_plan_builder *b, sp_step *step, int queue, int except);
 
 /* The steps of the direct schedule in which contributions go straight to their owners, who reduce. Returns the

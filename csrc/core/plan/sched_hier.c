@@ -31,7 +31,7 @@ static void from_own_host(sp_plan_builder *b, const sp_plan_args *a, sp_step *s)
     int host = h->host_of[a->rank];
     for (int i = h->first[host]; i < h->first[host + 1]; i++)
         if (h->ranks[i] != a->rank)
-            sp_step_from_also(b, s, SP_QUEUE_INPUT, h->ranks[i]);
+            sp_step_from(b, s, SP_QUEUE_INPUT, h->ranks[i]);
     s->own_before = h->place[a->rank];
 }
 
@@ -73,7 +73,7 @@ static sp_step *add_all(sp_plan_builder *b, const sp_plan_args *a, const shard *
     from_own_host(b, a, s);
     for (int host = 0; host < h->n_hosts; host++)
         if (host != h->host_of[a->rank])
-            sp_step_from_also(b, s, SP_QUEUE_INPUT, sp_relay_of(h, a->rank, host, -1));
+            sp_step_from(b, s, SP_QUEUE_INPUT, sp_relay_of(h, a->rank, host, -1));
     s->adds_sums = true;
     return s;
 }

@@ -28,7 +28,7 @@ static void to_own_host(sp_plan_builder *b, const sp_plan_args *a, sp_step *s, i
     for (int i = 1; i < size; i++) {
         int r = h->ranks[h->first[host] + (h->place[a->rank] + i) % size];
         if (r != except)
-            sp_step_to_also(b, s, SP_QUEUE_RESULT, r);
+            sp_step_to(b, s, SP_QUEUE_RESULT, r);
     }
 }
 
@@ -38,7 +38,7 @@ void sp_relayed_to_everyone(sp_plan_builder *b, const sp_plan_args *a, sp_step *
     for (int i = 1; i < h->n_hosts; i++) {
         int relay = sp_relay_of(h, a->rank, (h->host_of[a->rank] + i) % h->n_hosts, except);
         if (relay >= 0)
-            sp_step_to_also(b, s, SP_QUEUE_RESULT, relay);
+            sp_step_to(b, s, SP_QUEUE_RESULT, relay);
     }
     to_own_host(b, a, s, except);
 }
