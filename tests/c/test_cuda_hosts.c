@@ -76,16 +76,23 @@ static void has_three_proxies(struct rank_ctx *c)
     (void)all_here(c->comm);
 }
 
-static void test_proxies(void)
+/* Two hosts, joined by tcp. */
+static void two_hosts(int per_host, spccl_format format, void (*fn)(struct rank_ctx *), void *arg)
 {
     struct rank_ctx ctx[RANKS_CAP];
     spccl_config config = SPCCL_CONFIG_INIT;
     config.transports = "tcp";
-    test_ranks_per_host = 1;
-    setenv("SPCCL_DEBUG_CUDA_PROXIES", "3", 1);
-    run_ranks(2, &config, has_three_proxies, NULL, ctx);
-    for (int r = 0; r < 2; r++)
+    config.format = format;
+    test_ranks_per_host = per_host;
+    run_ranks(2 * per_host, &config, fn, arg, ctx);
+    for (int r = 0; r < 2 * per_host; r++)
         CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
+}
+
+static void test_proxies(void)
+{
+    setenv("SPCCL_DEBUG_CUDA_PROXIES", "3", 1);
+    two_hosts(1, SPCCL_FORMAT_AUTO, has_three_proxies, NULL);
 }
 
 /* The figures of a group on 2 hosts of 2 ranks, and the way of each pair. */
@@ -113,14 +120,8 @@ static void has_figures(struct rank_ctx *c)
 
 static void test_figures(void)
 {
-    struct rank_ctx ctx[RANKS_CAP];
-    spccl_config config = SPCCL_CONFIG_INIT;
-    config.transports = "tcp";
-    test_ranks_per_host = 2;
     setenv("SPCCL_DEBUG_CUDA_PROXIES", "3", 1);
-    run_ranks(4, &config, has_figures, NULL, ctx);
-    for (int r = 0; r < 4; r++)
-        CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
+    two_hosts(2, SPCCL_FORMAT_AUTO, has_figures, NULL);
 }
 
 /* A worker knows from the launch before how many bytes of the next frame to copy first. */
@@ -150,14 +151,7 @@ static void keeps_first_bytes(struct rank_ctx *c)
 
 static void test_first_bytes(void)
 {
-    struct rank_ctx ctx[RANKS_CAP];
-    spccl_config config = SPCCL_CONFIG_INIT;
-    config.transports = "tcp";
-    config.format = SPCCL_FORMAT_DENSE;
-    test_ranks_per_host = 2;
-    run_ranks(4, &config, keeps_first_bytes, NULL, ctx);
-    for (int r = 0; r < 4; r++)
-        CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
+    two_hosts(2, SPCCL_FORMAT_DENSE, keeps_first_bytes, NULL);
 }
 
 /* All slices have 320 nonzeros of 2048: a frame has 64 + 16 + 320 + 1280 bytes. Behind 21 frames 48 bytes of a ring
@@ -255,15 +249,9 @@ static void replays(struct rank_ctx *c)
 static void test_graphs(void)
 {
     for (int i = 0; i < (is_small ? 1 : 2); i++) {
-        struct rank_ctx ctx[RANKS_CAP];
-        spccl_config config = SPCCL_CONFIG_INIT;
         next_proxies();
-        config.transports = "tcp";
-        test_ranks_per_host = 1 + i;
         relay_results();
-        run_ranks(2 + 2 * i, &config, replays, NULL, ctx);
-        for (int r = 0; r < 2 + 2 * i; r++)
-            CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
+        two_hosts(1 + i, SPCCL_FORMAT_AUTO, replays, NULL);
     }
 }
 
@@ -271,17 +259,13 @@ static void test_graphs(void)
 
 static void test_setting(void)
 {
-    struct rank_ctx ctx[RANKS_CAP];
-    spccl_config config = SPCCL_CONFIG_INIT;
-    char refused[] = "SPCCL_CUDA_ROUTE=one-host";
-    test_ranks_per_host = 1;
-    config.transports = "tcp";
+    char refused[] = "SPCCL_CUDA_ROUTE=one-host", declined[] = "SPCCL_CUDA_ROUTE=nccl or stage";
     setenv("SPCCL_CUDA_ROUTE", "one-host", 1);
-    run_ranks(2, &config, is_refused, refused, ctx);
+    two_hosts(1, SPCCL_FORMAT_AUTO, is_refused, refused);
+    setenv("SPCCL_CUDA_ROUTE", "stage", 1);
+    two_hosts(1, SPCCL_FORMAT_AUTO, is_refused, declined);
     unsetenv("SPCCL_CUDA_ROUTE"); /* auto, and the transport is tcp */
-    run_ranks(2, &config, attach_and_check, NULL, ctx);
-    for (int r = 0; r < 2; r++)
-        CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
+    two_hosts(1, SPCCL_FORMAT_AUTO, attach_and_check, NULL);
     setenv("SPCCL_CUDA_ROUTE", "spccl", 1);
 }
 
