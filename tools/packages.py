@@ -30,6 +30,7 @@ from env import (
     say,
     write_stamp,
 )
+from stages import Skip
 
 CHECK = ROOT / "tests/check_package.py"
 # One architecture shows that the kernels compile without a warning and that the library loads. The GPU stages of
@@ -80,11 +81,11 @@ def fast_compile(nvcc: str) -> list[str]:
     return ["CMAKE_CUDA_FLAGS=--Ofast-compile=max"] if "--Ofast-compile" in text else []
 
 
-def with_cuda() -> str | None:
-    """Build and test the package with kernels for one architecture, warnings as errors. None without nvcc."""
+def with_cuda() -> str:
+    """Build and test the package with kernels for one architecture, warnings as errors."""
     nvcc = find_nvcc()
     if nvcc is None:
-        return None
+        raise Skip("no nvcc in PATH, CUDA_HOME, CUDA_PATH or /usr/local/cuda")
     build_needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     python = small_venv("cuda-venv", [*build_needs, "ninja>=1.11", "numpy", "click", "rich"])
     key = digest(nvcc, str(python), ONE_ARCH, *files_under(PACKAGE_SOURCES))

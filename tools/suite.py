@@ -136,13 +136,6 @@ def run_fuzz(seconds: int) -> None:
         must_run(target.name, cmd, f"fuzz-{target.name}", show=True, env=env, timeout_s=seconds + 600)
 
 
-def cuda() -> str:
-    note = with_cuda()
-    if note is None:
-        raise Skip("no nvcc in PATH, CUDA_HOME, CUDA_PATH or /usr/local/cuda")
-    return note
-
-
 def python_tests(*options: str) -> str:
     ensure_spccl()
     install_iproute2()
@@ -242,7 +235,7 @@ ALL = {
         Stage("gpusim-slow", partial(ctest, "gpusim", only="_slow$"), "the same, larger arrays", uses="build/gpusim"),
         Stage("gpusim-asan", gpusim_asan, "GPU tests in software as for older GPUs, sanitizers"),
         Stage("ib", c_ib, "transport ib over software RoCE, in a virtual machine", uses="build/gpusim"),
-        Stage("cuda", cuda, "the package with CUDA, one architecture"),
+        Stage("cuda", with_cuda, "the package with CUDA, one architecture"),
         Stage("wheel", wheel_stage, "the wheel in environments without compilers", uses=".venv"),
         Stage("aarch64", partial(ctest, "aarch64", **SHARE), "C tests for aarch64 under qemu, scalar kernels"),
         Stage("package", isolated, "pip install . into an empty environment"),
