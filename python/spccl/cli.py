@@ -212,7 +212,7 @@ def verify_command(device: str, ranks: int | None, transport: str | None, timeou
     numpy computes the expected results in the documented order. Exit code 1 if any bit differs.
     """
     need("numpy", "spccl verify", "pip install numpy")
-    from .bench.launch import RanksFailed
+    from ._launch import RanksFailed
     from .verify import cases, verify
 
     on_gpus = device == "cuda"

@@ -220,9 +220,9 @@ def bench_command(
 
 
 def _bench_cpu(options: dict[str, Any], csv_file: Path | None, json_file: Path | None) -> None:
+    from ._launch import RanksFailed
     from .bench import cpu_cli, report, runner
     from .bench.hosts import CannotEmulate
-    from .bench.launch import RanksFailed
 
     plan = cpu_cli.plan_of(options)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .bench.launch import Rank, run_ranks
+from ._launch import Rank, run_ranks
 from .comm import Communicator, get_unique_id
 from .frame import DTYPES, numpy_dtype
 

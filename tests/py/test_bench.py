@@ -10,8 +10,9 @@ import time
 import numpy as np
 import pytest
 
+from spccl import _launch as launch
 from spccl import plot, verify
-from spccl.bench import cases, launch, report, runner
+from spccl.bench import cases, report, runner
 
 # ---- functions that run as ranks; they must be importable by name ----
 
@@ -89,7 +90,7 @@ def test_deadline_kills_all(tmp_path):
 def test_ranks_die_with_a_killed_parent(tmp_path):
     code = (
         "import pathlib, sys; sys.path.insert(0, sys.argv[2])\n"
-        "import test_bench; from spccl.bench import launch\n"
+        "import test_bench; from spccl import _launch as launch\n"
         "if __name__ == '__main__':\n"
         "    launch.run_ranks(test_bench.rank_sleep, 2, (pathlib.Path(sys.argv[1]),), deadline_s=100)\n"
     )

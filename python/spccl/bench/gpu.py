@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .._launch import Rank, run_ranks
 from . import gpu_torch
 from .cases import ELEM_BYTES, REDUCING, Case
 from .gpu_report import GpuRow, Measured, Rates, make_gpu_row
 from .gpu_torch import ROOT, expected_output, input_of, make_clock, same_bits, starter
-from .launch import Rank, run_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -374,7 +374,7 @@ def run_gpus(plan: GpuPlan, world: int, *, deadline_s: float, on_message: Callab
 
     on_message: called with ("facts", dict) once, ("codec", CodecRow) and ("row", GpuRow) for each case, and
         ("left out", [Case]) at the end.
-    Raises: RanksFailed (launch.py).
+    Raises: RanksFailed (_launch.py).
     """
     with tempfile.TemporaryDirectory(prefix="spccl-bench-") as folder:
         plan = dataclasses.replace(plan, store_file=os.path.join(folder, "store"))

@@ -11,8 +11,8 @@ import click
 import torch
 
 from .. import errors
+from .._launch import RanksFailed
 from . import cases, gpu, gpu_codec, gpu_report, report
-from .launch import RanksFailed
 from .runner import under_torchrun
 
 _CPU_ONLY = ("transport", "via", "hosts", "rate", "in_flight")

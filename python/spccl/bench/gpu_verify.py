@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from .. import verify
+from .._launch import Rank, run_ranks
 from . import gpu_torch
 from .cases import REDUCING
-from .launch import Rank, run_ranks
 
 _FLIGHTS = 4  # collectives that are started before the first one is waited for
 

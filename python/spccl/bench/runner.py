@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from .. import verify
+from .._launch import Rank, run_ranks
 from ..comm import Communicator, Stats, get_unique_id
 from ..frame import numpy_dtype
 from . import hosts
 from .cases import Case
-from .launch import Rank, run_ranks
 from .report import HostRow, Row, make_row
 
 ROOT = 0  # of broadcasts
@@ -409,7 +409,7 @@ def run_here(plan: Plan, on_row: Callable[[Row], None]) -> list[Row]:
 def run_spawned(plan: Plan, world_size: int, *, deadline_s: float, on_row: Callable[[Row], None]) -> list[Row]:
     """Run over `world_size` new processes of this machine. Returns the rows in the order of the cases.
 
-    Raises: RanksFailed (launch.py), CannotEmulate (hosts.py).
+    Raises: RanksFailed (_launch.py), CannotEmulate (hosts.py).
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="spccl-bench-"))
