@@ -50,7 +50,7 @@ def settings_of(recipe: Recipe, steps: int) -> dict[str, object]:
     return {
         "density": lambda exchange: recipe.density_at((exchange + 1) * recipe.every, steps),
         "every": recipe.every,
-        "decay": recipe.decay,
+        "leak": recipe.decay,
         "outer_lr": recipe.outer_lr / recipe.look_ahead,
         "outer_momentum": recipe.outer_momentum,
         "correct_second_moment": moments[recipe.moment],

@@ -57,7 +57,7 @@ def prepare(accelerator: Accelerator, model: torch.nn.Module, pruned: bool):
     else:
         model = accelerator.prepare_model(model, evaluation_mode=True)  # no DDP; it stays in training mode
         part = spccl.optim.SparseSync(
-            torch.optim.AdamW(model.parameters(), lr=3e-3), density=0.05, warmup=10, clip_norm=1.0
+            torch.optim.AdamW(model.parameters(), lr=3e-3), density=0.05, warmup_steps=10, clip_norm=1.0
         )
         optimizer = part
     spccl.integrations.keep_states(accelerator, part)  # in save_state and load_state

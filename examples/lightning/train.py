@@ -58,7 +58,7 @@ class Model(lightning.LightningModule):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.3)  # momentum is in the hook
         else:
             adamw = torch.optim.AdamW(self.parameters(), lr=3e-3)
-            optimizer = spccl.optim.SparseSync(adamw, density=0.05, warmup=10, clip_norm=1.0)
+            optimizer = spccl.optim.SparseSync(adamw, density=0.05, warmup_steps=10, clip_norm=1.0)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 5))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

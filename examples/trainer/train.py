@@ -73,7 +73,7 @@ def make_trainer(args: argparse.Namespace, folder: str):
     else:
         options = settings(args, folder, learning_rate=3e-3)  # optim is AdamW by default
         trainer = Trainer(model, options, train_dataset=windows(), eval_dataset=windows(8))
-        callback = spccl.integrations.SparseSyncCallback(trainer, density=0.05, warmup=10, clip_norm=1.0)
+        callback = spccl.integrations.SparseSyncCallback(trainer, density=0.05, warmup_steps=10, clip_norm=1.0)
     trainer.add_callback(callback)
     return trainer, callback
 

@@ -389,7 +389,7 @@ def test_stats(one_rank):
     model, hook = wrapped(momentum=0.9, norm_every=2)
     backward(model, 0)
     first = hook.stats()
-    assert first["steps"] == 1 and first["unsent_norm"] is None and hook.summary() == first
+    assert first["steps"] == 1 and first["unsent_norm"] is None and hook.stats() == first
     sent = sum(int(torch.count_nonzero(p.grad)) for p in model.parameters())
     backward(model, 1)
     stats = hook.stats()

@@ -39,43 +39,43 @@ def refuses(kind, *words):
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"density": 0.0}, ("density is 0.0", "in (0, 1]")),
-        ({"density": 1.5}, ("density is 1.5", "in (0, 1]", "0.01 is 1%")),
-        ({"density": math.nan}, ("density is nan",)),
-        ({"density": "1%"}, ("density is '1%'",)),
-        ({"every": 0}, ("every is 0", "1 or more")),
-        ({"every": 2.0}, ("every is 2.0", "whole")),
-        ({"warmup": -1}, ("warmup is -1",)),
-        ({"density": Geometric(0.1, 3), "warmup": 5}, ("warmup is 5", "0 when density is a function")),
-        ({"decay": 0}, ("decay is 0",)),
-        ({"outer_lr": -1.0}, ("outer_lr is -1.0",)),
-        ({"outer_momentum": 1.0}, ("outer_momentum is 1.0", "[0, 1)")),
-        ({"clip_norm": 0.0}, ("clip_norm is 0.0",)),
-        ({"sample": 2.0}, ("sample is 2.0",)),
-        ({"bucket_mb": 0}, ("bucket_mb is 0",)),
-        ({"seed": -1}, ("seed is -1",)),
-        ({"density": True}, ("density is True", "in (0, 1]")),
-        ({"density": None}, ("density is None", "in (0, 1]")),
-        ({"sample": "x"}, ("sample is 'x'", "in (0, 1]")),
-        ({"sample": math.nan}, ("sample is nan",)),
-        ({"decay": "x"}, ("decay is 'x'", "in (0, 1]")),
-        ({"decay": True}, ("decay is True",)),
-        ({"outer_lr": "x"}, ("outer_lr is 'x'", "a finite number above 0")),
-        ({"outer_lr": math.inf}, ("outer_lr is inf",)),
-        ({"outer_momentum": None}, ("outer_momentum is None", "[0, 1)")),
-        ({"outer_momentum": math.nan}, ("outer_momentum is nan",)),
-        ({"clip_norm": math.inf}, ("clip_norm is inf", "a finite number above 0, or None")),
-        ({"clip_norm": math.nan}, ("clip_norm is nan",)),
-        ({"clip_norm": True}, ("clip_norm is True",)),
-        ({"clip_norm": "1"}, ("clip_norm is '1'",)),
-        ({"bucket_mb": math.inf}, ("bucket_mb is inf", "a finite number above 0")),
-        ({"bucket_mb": "25"}, ("bucket_mb is '25'",)),
-        ({"check_finite": "no"}, ("check_finite is 'no'", "True or False")),
-        ({"correct_second_moment": 1}, ("correct_second_moment is 1", "None, False, True or 'scaled'")),
-        ({"bits": 2.0, "chunk": 256}, ("bits is 2.0", "2, or None")),
-        ({"chunk": 1000}, ("chunk is 1000", "a power of 2 from 256 to 4096")),
-        ({"chunk": 128}, ("chunk is 128",)),
-        ({"wire_dtype": "bfloat16"}, ("wire_dtype is 'bfloat16'", "torch.bfloat16")),
+        ({"density": 0.0}, ("density=0.0", "in (0, 1]")),
+        ({"density": 1.5}, ("density=1.5", "in (0, 1]", "0.01 is 1%")),
+        ({"density": math.nan}, ("density=nan",)),
+        ({"density": "1%"}, ("density='1%'",)),
+        ({"every": 0}, ("every=0", "1 or more")),
+        ({"every": 2.0}, ("every=2.0", "whole")),
+        ({"warmup_steps": -1}, ("warmup_steps=-1",)),
+        ({"density": Geometric(0.1, 3), "warmup_steps": 5}, ("warmup_steps=5", "0 when density is a function")),
+        ({"leak": 0}, ("leak=0",)),
+        ({"outer_lr": -1.0}, ("outer_lr=-1.0",)),
+        ({"outer_momentum": 1.0}, ("outer_momentum=1.0", "[0, 1)")),
+        ({"clip_norm": 0.0}, ("clip_norm=0.0",)),
+        ({"sample": 2.0}, ("sample=2.0",)),
+        ({"bucket_mb": 0}, ("bucket_mb=0",)),
+        ({"seed": -1}, ("seed=-1",)),
+        ({"density": True}, ("density=True", "in (0, 1]")),
+        ({"density": None}, ("density=None", "in (0, 1]")),
+        ({"sample": "x"}, ("sample='x'", "in (0, 1]")),
+        ({"sample": math.nan}, ("sample=nan",)),
+        ({"leak": "x"}, ("leak='x'", "in (0, 1]")),
+        ({"leak": True}, ("leak=True",)),
+        ({"outer_lr": "x"}, ("outer_lr='x'", "a finite number above 0")),
+        ({"outer_lr": math.inf}, ("outer_lr=inf",)),
+        ({"outer_momentum": None}, ("outer_momentum=None", "[0, 1)")),
+        ({"outer_momentum": math.nan}, ("outer_momentum=nan",)),
+        ({"clip_norm": math.inf}, ("clip_norm=inf", "a finite number above 0, or None")),
+        ({"clip_norm": math.nan}, ("clip_norm=nan",)),
+        ({"clip_norm": True}, ("clip_norm=True",)),
+        ({"clip_norm": "1"}, ("clip_norm='1'",)),
+        ({"bucket_mb": math.inf}, ("bucket_mb=inf", "a finite number above 0")),
+        ({"bucket_mb": "25"}, ("bucket_mb='25'",)),
+        ({"check_finite": "no"}, ("check_finite='no'", "True or False")),
+        ({"correct_second_moment": 1}, ("correct_second_moment=1", "None, False, True or 'scaled'")),
+        ({"bits": 2.0, "chunk": 256}, ("bits=2.0", "2, or None")),
+        ({"chunk": 1000}, ("chunk=1000", "a power of 2 from 256 to 4096")),
+        ({"chunk": 128}, ("chunk=128",)),
+        ({"wire_dtype": "bfloat16"}, ("wire_dtype='bfloat16'", "torch.bfloat16")),
     ],
 )
 def test_settings_out_of_range(settings, words):
@@ -91,7 +91,7 @@ def test_density_1_that_may_mean_a_percent():
         warnings.simplefilter("error")
         SparseSync(adamw(model()), density=1.0)
         for density, words in ((5, "5 percent is density=0.05"), (5.0, "5.0 percent is"), (0, "wanted in (0, 1]")):
-            with refuses(ValueError, f"density is {density}", words):
+            with refuses(ValueError, f"density={density}", words):
                 SparseSync(adamw(model()), density=density)
 
 
@@ -111,11 +111,11 @@ def test_a_group_that_is_none(group):
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"end": "x", "steps": 3}, ("end is 'x'", "in (0, 1]")),
-        ({"end": True, "steps": 3}, ("end is True",)),
-        ({"end": 0.1, "steps": 3, "start": "x"}, ("start is 'x'", "[end, 1]")),
-        ({"end": 0.1, "steps": 2.5}, ("steps is 2.5", "a whole number")),
-        ({"end": 0.1, "steps": 3, "dense": None}, ("dense is None", "a whole number")),
+        ({"end": "x", "steps": 3}, ("end='x'", "in (0, 1]")),
+        ({"end": True, "steps": 3}, ("end=True",)),
+        ({"end": 0.1, "steps": 3, "start": "x"}, ("start='x'", "[end, 1]")),
+        ({"end": 0.1, "steps": 2.5}, ("steps=2.5", "a whole number")),
+        ({"end": 0.1, "steps": 3, "dense": None}, ("dense=None", "a whole number")),
     ],
 )
 def test_a_geometric_schedule_of_no_numbers(settings, words):
@@ -154,7 +154,7 @@ def test_a_schedule_that_leaves_its_range():
     step(opt, net)
     with refuses(ValueError, "density schedule", "gave 0.0 at exchange 2", "(0, 1]"):
         step(opt, net)
-    with refuses(ValueError, "Geometric: start is 0.1", "[end, 1]"):
+    with refuses(ValueError, "Geometric: start=0.1", "[end, 1]"):
         Geometric(end=0.5, steps=3, start=0.1)
 
 
@@ -399,7 +399,7 @@ def test_stats():
     assert first["update_norm"] is None and first["density_target"] == 0.05
     of_a_hook = spccl.ddp.PrunedGradients(0.02).stats()
     assert of_a_hook["density_target"] == 0.02 and of_a_hook["update_norm"] is None
-    assert set(first) == set(of_a_hook) and opt.summary() == first
+    assert set(first) == set(of_a_hook) and opt.stats() == first
     for documented in (SparseSync.stats, spccl.ddp.PrunedGradients.stats):
         assert all(f"    {key} " in pydoc.getdoc(documented) for key in first)
     before = [p.detach().clone() for p in net.parameters()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import re
 
@@ -158,3 +159,17 @@ def test_torch_distributed_checkpoint():
         with pytest.raises(RuntimeError, match=r"get_optimizer_state_dict\(\) would drop .* save opt.state_dict\(\)"):
             get_optimizer_state_dict(net, opt)
         assert "sparse_sync" in opt.state_dict()
+
+
+def test_older_words_act_with_one_warning():
+    net = torch.nn.Linear(4, 4)
+    make = functools.partial(SparseSync, torch.optim.SGD(net.parameters(), lr=0.1), density=0.01)
+    with pytest.warns(FutureWarning, match="is now called") as seen:
+        opt = make(every=3, warmup=4, decay=0.5)
+        assert opt.summary() == make(warmup=4).summary()
+    assert {w.filename for w in seen} == {__file__}
+    named = [str(w.message).partition(": ")[2].split(" is now called ") for w in seen]
+    assert named == [["warmup", "warmup_steps"], ["decay", "leak"], ["summary()", "stats()"]]
+    assert opt.settings.warmup_steps == 12 and opt.settings.schedule().steps == 4 and opt.settings.leak == 0.5
+    with pytest.raises(TypeError, match=r"SparseSync: got sparsity=0.99, wanted one of .*warmup_steps.*density=0.01"):
+        make(sparsity=0.99)

@@ -9,17 +9,32 @@ import inspect
 import math
 import warnings
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from spccl import backend, prune
-from spccl.optim.checks import is_number, is_share, is_whole, percent_hint, warn_of_density_1
 
-from . import hook_state
+from . import checks, hook_state
+from .checks import ABOVE_0, COUNT, FRACTION, SHARE, is_whole
+from .density import falling
 from .hook_stats import Statistics
 from .stats import HasStats
+
+_RULES: dict[str, checks.Rule] = {
+    "sample": SHARE,
+    "leak": SHARE,
+    "momentum": FRACTION,
+    "dense_steps": COUNT,
+    "warmup_steps": COUNT,
+    "min_numel": (lambda x: is_whole(x, 1, 2**63 - 1), "a whole number, 1 or more"),
+    "clip_norm": (lambda x: x is None or x == math.inf or ABOVE_0[0](x), "above 0, or None"),
+    "norm_every": COUNT,
+    "seed": (lambda x: is_whole(x, -(2**63), 2**64 - 1), "a whole number of 64 bits"),
+    "max_ctas": (lambda x: x is None or is_whole(x, 1), "a whole number from 1, or None"),
+    "residual_dtype": (lambda x: x in (torch.float32, torch.bfloat16), "torch.float32 or torch.bfloat16"),
+}
 
 
 class PruningHook(HasStats):
@@ -53,22 +68,11 @@ class PruningHook(HasStats):
         self._who = type(self).__name__
         self._by = self._made_by or self._who
         if unknown:
-            self._refuse_unknown(unknown)
-        self._check_density(density)
-        self._require("sample", sample, is_share(sample), "in (0, 1]")
-        self._require("leak", leak, is_share(leak), "in (0, 1]")
-        self._require("momentum", momentum, is_number(momentum) and 0 <= momentum < 1, "in [0, 1)")
-        self._require("momentum", momentum, momentum == 0 or error_feedback, "0 when error_feedback is False")
-        self._require("dense_steps", dense_steps, is_whole(dense_steps, 0), "a whole number, 0 to 2^32 - 1")
-        self._require("warmup_steps", warmup_steps, is_whole(warmup_steps, 0), "a whole number, 0 to 2^32 - 1")
-        self._require("min_numel", min_numel, is_whole(min_numel, 1, 2**63 - 1), "a whole number, 1 or more")
-        clips = clip_norm == math.inf or (is_number(clip_norm) and clip_norm > 0)
-        self._require("clip_norm", clip_norm, clip_norm is None or clips, "above 0, or None")
-        self._require("norm_every", norm_every, is_whole(norm_every, 0), "a whole number, 0 to 2^32 - 1")
-        self._require("seed", seed, is_whole(seed, -(2**63), 2**64 - 1), "a whole number of 64 bits")
-        self._require("max_ctas", max_ctas, max_ctas is None or is_whole(max_ctas, 1), "a whole number from 1, or None")
-        known = residual_dtype in (torch.float32, torch.bfloat16)
-        self._require("residual_dtype", residual_dtype, known, "torch.float32 or torch.bfloat16")
+            checks.refuse_unknown(self._by, unknown, list(inspect.signature(PruningHook).parameters)[:-1])
+        checks.check_density(self._by, density)
+        checks.check(self._by, locals(), _RULES)
+        keeps = momentum == 0 or error_feedback
+        checks.require(self._by, "momentum", momentum, keeps, "0 when error_feedback is False")
         self.density = density
         self.sample = sample
         self.error_feedback = error_feedback
@@ -230,10 +234,7 @@ class PruningHook(HasStats):
 
     def density_at(self, step: int) -> float:
         """Wanted density in step `step` (0 is the first synchronising backward pass)."""
-        if step < self.dense_steps:
-            return 1.0
-        done = (step - self.dense_steps + 1) / (self.warmup_steps + 1)
-        return self.density ** min(1.0, done)
+        return falling(self.density, (step - self.dense_steps + 1) / (self.warmup_steps + 1))
 
     def stats(self) -> dict[str, Any]:
         slots = list(self._slots.values())
@@ -333,21 +334,6 @@ class PruningHook(HasStats):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles of a model with this hook have none. A hook that is on no model is copied."""
         return super().__reduce_ex__(protocol) if self._group is None else (_left_out, (self._who,))
-
-    def _check_density(self, density: object) -> None:
-        self._require("density", density, is_share(density), "in (0, 1]" + percent_hint(density))
-        warn_of_density_1(self._by, density)
-
-    def _refuse_unknown(self, unknown: dict[str, Any]) -> NoReturn:
-        name, value = next(iter(unknown.items()))
-        settings = ", ".join(p for p in inspect.signature(PruningHook).parameters if p != "unknown")
-        is_sparsity = name == "sparsity" and is_number(value) and 0 <= value < 1
-        hint = f"; sparsity={value} is density={1 - value:g}" if is_sparsity else ""
-        raise TypeError(f"{self._by}: got {name}={value!r}, wanted one of the settings {settings}{hint}")
-
-    def _require(self, name: str, value: object, ok: bool, wanted: str) -> None:
-        if not ok:
-            raise ValueError(f"{self._by}: {name}={value!r}, wanted {wanted}")
 
 
 class LeftOutHook:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from spccl import backend
 
+from .checks import warn_of_old_word
+
 
 class HasStats:
     """Base of the objects that train with sparse exchanges."""
@@ -54,6 +56,7 @@ class HasStats:
 
     def summary(self) -> dict[str, Any]:
         """The older name of `stats`."""
+        warn_of_old_word(type(self).__name__, "summary()", "stats()")
         return self.stats()
 
 

@@ -10,7 +10,8 @@
 docs/TRAINING.md says for whom this is, and how good the trained models are.
 """
 
-from .schedule import Geometric
+from spccl._pruning.density import Geometric
+
 from .sync import SparseSync
 
 __all__ = ["Geometric", "SparseSync"]

@@ -7,7 +7,7 @@ Symbols: w the local weights of this rank, z the global weights, t the threshold
 
 so an entry that is sent has w = z afterwards, and for one that is not, w - z is what this rank still has to send. With
 outer momentum u the step is a' = outer_lr (a + outer_momentum u) with u = outer_momentum u + a, in place of a. With a
-decay below 1, what is not sent shrinks: w = z + decay (w - z).
+leak below 1, what is not sent shrinks: w = z + leak (w - z).
 
 With `chunk`, there is no threshold: s has the k largest entries of each `chunk` neighbouring entries of a parameter,
 exactly, where k is the density times their number, rounded, at least 1.
@@ -171,7 +171,7 @@ class Bucket:
         if self._gaps is not None:
             out.index_fill_(0, self._gaps, 0.0)
         _ext.weights_send(
-            self._plan, out.data_ptr(), density, settings.sample, settings.decay, scale, settings.seed, settings.chunk,
+            self._plan, out.data_ptr(), density, settings.sample, settings.leak, scale, settings.seed, settings.chunk,
             levels, self._stream(),
         )  # fmt: skip
 

@@ -2,89 +2,12 @@
 
 import gc
 import inspect
-import math
-import numbers
-import sys
-import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-
-def require(name: str, value: object, ok: bool, wanted: str) -> None:
-    if not ok:
-        raise ValueError(f"SparseSync: {name} is {value!r}, wanted {wanted}")
-
-
-def is_whole(value: object, least: int, most: int = 2**32 - 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def is_number(value: object) -> bool:
-    """Whether value is a finite number that float64 holds; not for a bool."""
-    try:
-        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # a larger int
-        return False
-
-
-def is_share(value: Any) -> bool:
-    return is_number(value) and 0 < value <= 1
-
-
-def percent_hint(density: Any) -> str:
-    """For the error about a density that may be meant as percent."""
-    is_percent = is_number(density) and 1 < density <= 100
-    return f"; {density} percent is density={density / 100:g}" if is_percent else ""
-
-
-def warn_of_density_1(who: str, density: object) -> None:
-    """Warn, at the first line outside of spccl that led here, of the integer 1, which may be meant as percent."""
-    if not (isinstance(density, int) and density == 1):
-        return
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "spccl":
-        frame, level = frame.f_back, level + 1
-    warnings.warn(
-        f"{who}: density=1 sends every entry; one percent is density=0.01. Write density=1.0 if all entries are meant",
-        stacklevel=level,
-    )
-
-
-def check_settings(s: Any) -> None:
-    """Raises: ValueError that names the first setting of a `Settings` that is out of range or no number."""
-    wanted = "in (0, 1], or a function; 0.01 is 1%" + percent_hint(s.density)
-    require("density", s.density, callable(s.density) or is_share(s.density), wanted)
-    require("every", s.every, is_whole(s.every, 1), "a whole number, 1 or more")
-    require("warmup", s.warmup, is_whole(s.warmup, 0), "a whole number, 0 or more")
-    require("warmup", s.warmup, s.warmup == 0 or not callable(s.density), "0 when density is a function")
-    require("sample", s.sample, is_share(s.sample), "in (0, 1]")
-    require("min_numel", s.min_numel, is_whole(s.min_numel, 1), "a whole number, 1 or more")
-    require("decay", s.decay, is_share(s.decay), "in (0, 1]")
-    require("outer_lr", s.outer_lr, is_number(s.outer_lr) and s.outer_lr > 0, "a finite number above 0")
-    momentum = s.outer_momentum
-    require("outer_momentum", momentum, is_number(momentum) and 0 <= momentum < 1, "in [0, 1)")
-    moment = s.correct_second_moment
-    known = moment is None or isinstance(moment, bool) or (isinstance(moment, str) and moment == "scaled")
-    require("correct_second_moment", moment, known, "None, False, True or 'scaled'")
-    clip = s.clip_norm
-    require("clip_norm", clip, clip is None or (is_number(clip) and clip > 0), "a finite number above 0, or None")
-    require("check_finite", s.check_finite, isinstance(s.check_finite, bool), "True or False")
-    require("bucket_mb", s.bucket_mb, is_number(s.bucket_mb) and s.bucket_mb > 0, "a finite number above 0")
-    require("check_every", s.check_every, is_whole(s.check_every, 0), "a whole number, 0 or more")
-    require("norm_every", s.norm_every, is_whole(s.norm_every, 0), "a whole number, 0 or more")
-    narrow = s.wire_dtype is None or s.wire_dtype is torch.bfloat16
-    require("wire_dtype", s.wire_dtype, narrow, "torch.bfloat16, or None for the weights' dtype")
-    chunk = s.chunk
-    power = is_whole(chunk, 256) and chunk <= 4096 and chunk & (chunk - 1) == 0
-    require("chunk", chunk, power or (is_whole(chunk, 0) and chunk == 0), "0, or a power of 2 from 256 to 4096")
-    require("bits", s.bits, s.bits is None or is_whole(s.bits, 2, 2), "2, or None for whole values")
-    require("bits", s.bits, s.bits is None or s.chunk > 0, "None without chunk: set chunk=4096")
-    require("bits", s.bits, s.bits is None or s.wire_dtype is None, "None with wire_dtype: set one of them")
-    require("seed", s.seed, is_whole(s.seed, 0), "a whole number from 0 to 2^32 - 1")
 
 
 def check_group(group: object) -> None:

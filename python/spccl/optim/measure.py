@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spccl import prune
+from spccl._pruning.density import density_at
 from spccl._pruning.stats import OwnBytes
-
-from .schedule import density_at
 
 if TYPE_CHECKING:
     from .sync import SparseSync

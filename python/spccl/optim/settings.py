@@ -1,12 +1,35 @@
-"""The settings of `SparseSync`, in one record."""
+"""The settings of `SparseSync`, in one record, and which values they may have."""
 
 import dataclasses
 from collections.abc import Callable
 
 import torch
 
-from .checks import check_settings, is_number
-from .schedule import Density, Geometric
+from spccl._pruning import checks
+from spccl._pruning.checks import ABOVE_0, COUNT, COUNT_FROM_1, FRACTION, SHARE, is_number, is_whole
+from spccl._pruning.density import Density, Geometric
+
+_RULES: dict[str, checks.Rule] = {
+    "every": COUNT_FROM_1,
+    "warmup_steps": COUNT,
+    "sample": SHARE,
+    "min_numel": COUNT_FROM_1,
+    "leak": SHARE,
+    "outer_lr": ABOVE_0,
+    "outer_momentum": FRACTION,
+    "correct_second_moment": (lambda x: x is None or x is False or x is True or x == "scaled",
+                              "None, False, True or 'scaled'"),
+    "clip_norm": (lambda x: x is None or ABOVE_0[0](x), "a finite number above 0, or None"),
+    "check_finite": (lambda x: isinstance(x, bool), "True or False"),
+    "bucket_mb": ABOVE_0,
+    "check_every": COUNT,
+    "norm_every": COUNT,
+    "wire_dtype": (lambda x: x in (None, torch.bfloat16), "torch.bfloat16, or None for the weights' dtype"),
+    "chunk": (lambda x: is_whole(x, 0, 4096) and (x == 0 or (x >= 256 and x & (x - 1) == 0)),
+              "0, or a power of 2 from 256 to 4096"),
+    "bits": (lambda x: x is None or is_whole(x, 2, 2), "2, or None for whole values"),
+    "seed": COUNT,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,10 +38,10 @@ class Settings:
 
     density: Density
     every: int
-    warmup: int
+    warmup_steps: int
     sample: float
     min_numel: int
-    decay: float
+    leak: float
     outer_lr: float
     outer_momentum: float
     correct_second_moment: bool | str | None
@@ -34,13 +57,21 @@ class Settings:
     overlap: bool
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        checks.check_density("SparseSync", self.density, callable(self.density), ", or a function; 0.01 is 1%")
+        checks.check("SparseSync", vars(self), _RULES)
+        free = self.warmup_steps == 0 or not callable(self.density)
+        for name, ok, wanted in (
+            ("warmup_steps", free, "0 when density is a function"),
+            ("bits", self.bits is None or self.chunk > 0, "None without chunk: set chunk=4096"),
+            ("bits", self.bits is None or self.wire_dtype is None, "None with wire_dtype: set one of them"),
+        ):
+            checks.require("SparseSync", name, getattr(self, name), ok, wanted)
 
     def schedule(self) -> Density:
         """The density as a number or a function of the exchange."""
-        if self.warmup == 0 or callable(self.density):
+        if self.warmup_steps == 0 or callable(self.density):
             return self.density
-        return Geometric(end=float(self.density), steps=self.warmup)
+        return Geometric(end=float(self.density), steps=-(-self.warmup_steps // self.every))
 
     def packs(self, density: float) -> bool:
         """Whether an exchange of this density sends two bits per value. 1 as a float32 sends everything exactly."""

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from spccl import prune
+from spccl._pruning.checks import refuse_unknown, warn_of_old_word
+from spccl._pruning.density import Density, density_at
 from spccl._pruning.ranks import Ranks
 from spccl._pruning.stats import HasStats
 
 from . import checkpoint, checks, measure, moments
 from . import overlap as overlaps
 from .bucket import Weight, local_part, make_buckets, own_memory
-from .schedule import Density, density_at
 from .settings import Settings
 from .shards import Shards, gradient
 from .stepper import Stepper, coalesce_gradients
@@ -34,7 +35,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
     weights are bitwise the same on all ranks. The rule in symbols: `spccl.optim.bucket`.
 
         dist.init_process_group("spccl")
-        opt = SparseSync(torch.optim.AdamW(model.parameters(), lr=3e-4), density=0.01, warmup=1000)
+        opt = SparseSync(torch.optim.AdamW(model.parameters(), lr=3e-4), density=0.01, warmup_steps=1000)
         for batch in data:
             opt.zero_grad()
             loss(model, batch).backward()
@@ -54,13 +55,13 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             (0 the first) alone, such as `Geometric`. All ranks must give the same; of functions the values at 25
             exchanges up to 500000 are compared, so a function is called for exchanges that may never come.
         every: optimizer steps between exchanges.
-        warmup: exchanges over which the density falls geometrically from 1 to `density`.
+        warmup_steps: optimizer steps over which the density falls geometrically from 1 to `density`.
         group: process group; None is the world. Without torch.distributed there is one rank. With FSDP2 the ranks that
             hold the same shard (docs/TRAINING.md).
         sample: share of a parameter's entries that is sampled to find its threshold, (0, 1]. At least 32 / density
             entries are sampled.
         min_numel: parameters with fewer elements, or with one dimension, are sent whole.
-        decay: factor on what is not sent, per exchange, (0, 1]. 1 loses nothing.
+        leak: factor on what is not sent, per exchange, (0, 1]. 1 loses nothing.
         outer_lr, outer_momentum: Nesterov momentum on the exchanged average (DiLoCo, SparseLoCo); 1 and 0: none.
             Momentum costs another 4 bytes per parameter.
         correct_second_moment: divide by an estimate of the second moment of the averaged gradient, in place of that of
@@ -114,11 +115,11 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         density: Density = 0.01,
         *,
         every: int = 1,
-        warmup: int = 0,
+        warmup_steps: int = 0,
         group: "dist.ProcessGroup | None" = None,
         sample: float = 0.001,
         min_numel: int = 4096,
-        decay: float = 1.0,
+        leak: float = 1.0,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
         correct_second_moment: bool | str | None = None,
@@ -132,18 +133,26 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         chunk: int = 0,
         bits: int | None = None,
         overlap: torch.nn.Module | None = None,
+        **older: Any,
     ):
+        if "warmup" in older:  # in exchanges
+            warn_of_old_word("SparseSync", "warmup", "warmup_steps")
+            warmup_steps = older.pop("warmup") * every
+        if "decay" in older:
+            warn_of_old_word("SparseSync", "decay", "leak")
+            leak = older.pop("decay")
+        if older:
+            refuse_unknown("SparseSync", older, list(inspect.signature(SparseSync).parameters)[1:-1])
         checks.check_optimizer(optimizer)
         checks.check_group(group)
         if overlap is not None:
             overlaps.check_module(overlap)
         self.inner = optimizer
         self.settings = Settings(
-            density, every, warmup, sample, min_numel, decay, outer_lr, outer_momentum, correct_second_moment,
+            density, every, warmup_steps, sample, min_numel, leak, outer_lr, outer_momentum, correct_second_moment,
             clip_norm, check_finite, check_every, norm_every, bucket_mb, seed, wire_dtype, chunk, bits,
             overlap is not None,
         )  # fmt: skip
-        checks.warn_of_density_1("SparseSync", density)
         super().__setstate__({})  # hooks of torch.optim.Optimizer; its __init__ would make parameter groups of its own
         self.ranks = Ranks(group)
         self.steps = 0  # calls of step()

@@ -20,7 +20,7 @@ from workers.sparse_sync import BACKEND, LOOSE, compare, digest, everyone, steps
 
 def follows_the_simulation_with_chunks():
     """Exactly the largest k of each chunk, bit for bit, local steps and decay included."""
-    for settings in ({"chunk": 256, "decay": 0.9}, {"chunk": 4096, "every": 2}):
+    for settings in ({"chunk": 256, "leak": 0.9}, {"chunk": 4096, "every": 2}):
         net = Net()
         simulation = Simulation(**settings)
         opt = SparseSync(adamw(net), density=0.03, correct_second_moment=False, bucket_mb=0.03, **settings)
@@ -32,8 +32,8 @@ def follows_the_simulation_with_chunks():
 
 def follows_the_simulation_with_two_bits():
     """Signs and two levels per chunk, in an all-gather, on any backend."""
-    net, simulation = Net(), Simulation(chunk=1024, every=2, decay=0.95, outer=(0.9, 0.5), levels=True)
-    settings = {"every": 2, "decay": 0.95, "outer_lr": 0.9, "outer_momentum": 0.5, "chunk": 1024, "bits": 2}
+    net, simulation = Net(), Simulation(chunk=1024, every=2, leak=0.95, outer=(0.9, 0.5), levels=True)
+    settings = {"every": 2, "leak": 0.95, "outer_lr": 0.9, "outer_momentum": 0.5, "chunk": 1024, "bits": 2}
     opt = SparseSync(adamw(net), density=0.1, bucket_mb=0.03, check_every=1, **settings)
     for t in range(8):
         steps(opt, net, 1, t)
@@ -161,7 +161,7 @@ def debug_detail():
         steps(opt, net, 1, t)
         simulation.step(t, 0.05)
     compare(opt, net, simulation, LOOSE)
-    summary = opt.summary()
+    summary = opt.stats()
     assert summary["backend"] == BACKEND
     if BACKEND == "spccl":
         assert 0 < summary["wire_bytes"] <= backend.stats(group).wire_bytes_sent

@@ -99,14 +99,14 @@ class Simulation:
     """All ranks in one process, float32 throughout."""
 
     def __init__(
-        self, n: int = WORLD, every: int = 1, decay: float = 1.0, outer=(1.0, 0.0), make=adamw, wire=torch.float32,
+        self, n: int = WORLD, every: int = 1, leak: float = 1.0, outer=(1.0, 0.0), make=adamw, wire=torch.float32,
         chunk: int = 0, levels: bool = False,
     ):  # fmt: skip
         self.nets = [Net() for _ in range(n)]
         self.optimizers = [make(net) for net in self.nets]
         self.common = {name: p.detach().clone() for name, p in trained(self.nets[0]).items()}
         self.velocity = {name: torch.zeros_like(z) for name, z in self.common.items()}
-        self.every, self.decay, self.outer, self.wire, self.chunk = every, decay, outer, wire, chunk
+        self.every, self.leak, self.outer, self.wire, self.chunk = every, leak, outer, wire, chunk
         self.levels = levels
 
     def step(self, t: int, density: float) -> None:
@@ -125,12 +125,12 @@ class Simulation:
             for w in locals_:
                 chosen = top_of_chunks(w - z, density, self.chunk) if self.chunk else top(w - z, density)
                 sent = two_levels(chosen, self.chunk) if self.levels else chosen.to(self.wire).float()
-                if self.levels:  # the decay is of all that stays unsent
-                    w.copy_((w - z - sent) * self.decay + z)
+                if self.levels:  # the leak is of all that stays unsent
+                    w.copy_((w - z - sent) * self.leak + z)
                     total += sent
                     continue
-                if self.decay < 1:
-                    w.copy_((w - z) * self.decay + z)
+                if self.leak < 1:
+                    w.copy_((w - z) * self.leak + z)
                 w.copy_(torch.where(chosen != 0, z + (chosen - sent), w))
                 total += sent
             average = total.to(self.wire).float() / len(self.nets)

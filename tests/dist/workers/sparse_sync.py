@@ -69,8 +69,8 @@ LOOSE = 0.0 if BACKEND == "spccl" else 2e-6
 
 
 def follows_the_simulation():
-    for settings in ({"density": 0.05}, {"density": 0.01, "decay": 0.9}):
-        net, simulation = Net(), Simulation(decay=settings.get("decay", 1.0))
+    for settings in ({"density": 0.05}, {"density": 0.01, "leak": 0.9}):
+        net, simulation = Net(), Simulation(leak=settings.get("leak", 1.0))
         opt = SparseSync(adamw(net), sample=1.0, correct_second_moment=False, bucket_mb=0.03, **settings)
         for t in range(10):
             steps(opt, net, 1, t)

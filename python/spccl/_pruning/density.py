@@ -1,11 +1,16 @@
-"""Density as a function of the exchange: what share of the entries is sent when."""
+"""Density as a function of the exchange: what share of the entries is sent when. A hook's exchange is a step."""
 
 import dataclasses
 from collections.abc import Callable
 
-from .checks import is_share, is_whole
+from .checks import COUNT, SHARE, check, is_share, require
 
 Density = float | Callable[[int], float]
+
+
+def falling(end: float, done: float, start: float = 1.0) -> float:
+    """Density when the share `done` of a geometric fall from `start` to `end` is over; 0 or less: before it."""
+    return float(start * (end / start) ** min(1.0, max(0.0, done)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,21 +32,14 @@ class Geometric:
     dense: int = 0
 
     def __post_init__(self) -> None:
-        for name, ok, wanted in (
-            ("end", is_share(self.end), "in (0, 1]"),
-            ("start", is_share(self.start) and (not is_share(self.end) or self.end <= self.start), "in [end, 1]"),
-            ("steps", is_whole(self.steps, 0), "a whole number, 0 or more"),
-            ("dense", is_whole(self.dense, 0), "a whole number, 0 or more"),
-        ):
-            if not ok:
-                raise ValueError(f"Geometric: {name} is {getattr(self, name)!r}, wanted {wanted}")
+        check("Geometric", vars(self), {"end": SHARE, "steps": COUNT, "dense": COUNT})
+        require("Geometric", "start", self.start, is_share(self.start) and self.end <= self.start, "in [end, 1]")
 
     def __call__(self, exchange: int) -> float:
         """Density of an exchange, 0 the first."""
         if exchange < self.dense:
             return 1.0
-        done = min(1.0, (exchange - self.dense) / self.steps) if self.steps else 1.0
-        return float(self.start * (self.end / self.start) ** done)
+        return falling(self.end, (exchange - self.dense) / self.steps if self.steps else 1.0, self.start)
 
 
 def density_at(density: Density, exchange: int) -> float:
