@@ -2,12 +2,13 @@
 
 The folder is the layer. A file may include headers of its own folder and of the folders that MAY_INCLUDE
 lists for it. Includes of ours are paths from csrc (`#include "core/plan/sched.h"`); the two bindings name
-headers of their own folder without a path. Also checks that the page names every file, and that few files of core use
-each other in a circle.
+headers of their own folder without a path. Also checks that the page names every file, that few files of core use each
+other in a circle, and that the packages of Python do not import each other in a loop.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -91,6 +92,31 @@ def refusal(user: str, quoted: str | None, system: str | None) -> str | None:
     return None
 
 
+def python_loops() -> list[str]:
+    """Parts of python/spccl (folders; modules beside them) that import each other, imports in functions included."""
+    top = ROOT / "python/spccl"
+    files = {p: p.relative_to(top).parts for p in top.rglob("*.py")}
+    parts = {names[0].removesuffix(".py") for names in files.values()}
+    uses: dict[str, set[str]] = {part: set() for part in parts}
+    parts.add("_ext")  # compiled
+    for path, names in files.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                base = ["spccl", *names[:-1]][: len(names) - node.level + 1] if node.level else []
+                dotted = [*base, *(node.module or "").split(".")]
+                targets = [[x for x in dotted if x] + [alias.name] for alias in node.names]
+            else:
+                targets = [a.name.split(".") for a in node.names] if isinstance(node, ast.Import) else []
+            used = {t[1] if len(t) > 1 and t[1] in parts else "__init__" for t in targets if t[0] == "spccl"}
+            uses[names[0].removesuffix(".py")] |= used
+    left = set(uses)
+    while free := {part for part in left if not uses[part] & left - {part}}:
+        left -= free
+    while idle := {part for part in left if not any(part in uses[other] for other in left - {part})}:
+        left -= idle
+    return [f"python/spccl: {part} is in a loop of imports, over {sorted(uses[part] & left)}" for part in sorted(left)]
+
+
 def named_files(page: str) -> set[str]:
     """The names of files in backquotes. `tcp.{h,c}` and `{pici,coo}_avx2.c` stand for two each."""
     found, todo = set(), re.findall(r"`([^`\n]+)`", page)
@@ -140,6 +166,7 @@ def main() -> int:
             faults.append(f"{len(circle)} files use each other in a circle, wanted at most {most}: {', '.join(circle)}")
     page = (ROOT / "docs/ARCHITECTURE.md").read_text()
     faults += [f"docs/ARCHITECTURE.md does not name the folder {f}/" for f in MAY_INCLUDE if f"{f}/" not in page]
+    faults += python_loops()
     on_map = named_files(page)
     faults += [f"docs/ARCHITECTURE.md does not name {n}: add it" for n in names if Path(n).name not in on_map]
     print("\n".join([*faults, f"check_layers: {len(names)} files, {len(faults)} faults"]))
