@@ -11,11 +11,10 @@ from typing import Any
 import click
 
 from . import errors
+from .bench.cases import COLLECTIVES, OPS
 from .cli_types import Fail, GroupedCommand, List, OutFile, Size, Sparsity, need
 from .frame import DTYPES
 
-_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
-_OPS = ("sum", "avg", "min", "max", "prod")
 _SCHEDULES = ("auto", "direct", "oneshot", "relayed", "ring", "hierarchical")
 _FORMATS = ("auto", "tile", "pici", "coo", "dense")
 _FORCED = {"schedule": "SPCCL_SCHEDULE", "format": "SPCCL_FORMAT"}  # option -> the variable that it sets
@@ -75,7 +74,7 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
 @click.option(
     "--collective",
     "collectives",
-    type=List(click.Choice(_COLLECTIVES), "LIST"),
+    type=List(click.Choice(COLLECTIVES), "LIST"),
     default=("all_gather", "reduce_scatter", "all_reduce"),
     help="Comma list of all_gather, reduce_scatter, all_reduce, broadcast.  [default: the first three]",
 )
@@ -92,7 +91,7 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
     default=("float32",),
     help="Comma list of dtypes.  [default: float32]",
 )
-@click.option("--op", type=click.Choice(_OPS), default="sum", show_default=True, help="Operation of reductions.")
+@click.option("--op", type=click.Choice(OPS), default="sum", show_default=True, help="Operation of reductions.")
 @click.option(
     "--sparsity",
     "sparsities",

@@ -7,7 +7,7 @@ bfloat16 in float32 with one rounding. So every comparison is of bits. Needs num
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -151,12 +151,10 @@ def _divided(acc: Array, by: int) -> Array:
 # ---- one rank ----
 
 
-def _inputs(case: Case, index: int, world_size: int) -> list[Array]:
+def inputs_of(case: Case, index: int, world_size: int) -> list[Array]:
     reduces = case.op != ""
     n_elems = case.n_elems * (world_size if case.collective == "reduce_scatter" else 1)
-    return [
-        make_input([index, rank], n_elems, case.dtype, case.sparsity, reduces) for rank in range(world_size)
-    ]
+    return [make_input([index, rank], n_elems, case.dtype, case.sparsity, reduces) for rank in range(world_size)]
 
 
 def _start(
@@ -202,44 +200,57 @@ def difference(got: Array, wanted: Array) -> str | None:
     )
 
 
-def _verify_rank(
-    rank: Rank, unique_id: bytes, transports: str | None, timeout_s: float
-) -> tuple[dict[tuple[str, str], Tally], list[str], list[str], dict[str, int]]:
-    tallies: dict[tuple[str, str], Tally] = {}
+Tallies = dict[tuple[str, str], Tally]
+Outcome = tuple[Tallies, list[str], list[str], dict[str, int]]  # tallies, examples, links, frames of one rank
+
+
+def run_cases(
+    rank: Rank, start: Callable[[Case, int, list[Array]], Callable[[], str | None]]
+) -> tuple[Tallies, list[str]]:
+    """Run every case on one rank, a few at a time. Returns tallies, and texts of wrong answers.
+
+    Args: start: starts case, number, inputs of all ranks. What it returns waits, and says what is wrong, or None.
+    """
+    tallies: Tallies = {}
     examples: list[str] = []
-    with Communicator(
-        rank.rank,
-        rank.world_size,
-        unique_id=unique_id,
-        name="verify",
-        transports=transports,
-        timeout=timeout_s,
-    ) as comm:
-        pending: list[tuple[Case, Any, Array, Array, Array, Array]] = []
+    pending: list[tuple[Case, Callable[[], str | None]]] = []
+    every = list(cases())
+    for index, case in enumerate(every):
+        pending.append((case, start(case, index, inputs_of(case, index, rank.world_size))))
+        if rank.rank == 0 and index % 50 == 0:
+            rank.send(index)
+        if len(pending) < _FLIGHTS and index + 1 < len(every):
+            continue
+        for under_way, problem in pending:
+            tally = tallies.setdefault((under_way.collective, under_way.dtype), Tally())
+            tally.n_cases += 1
+            text = problem()
+            if text is not None:
+                tally.n_wrong += 1
+                examples.append(f"rank {rank.rank}: {under_way}: {text}")
+        pending.clear()
+    return tallies, examples[:_EXAMPLES]
 
-        def finish() -> None:
-            for case, request, got, wanted, left, before in pending:
+
+def _verify_rank(rank: Rank, unique_id: bytes, transports: str | None, timeout_s: float) -> Outcome:
+    how: dict[str, Any] = {"unique_id": unique_id, "name": "verify", "transports": transports, "timeout": timeout_s}
+    with Communicator(rank.rank, rank.world_size, **how) as comm:
+
+        def start(case: Case, index: int, inputs: list[Array]) -> Callable[[], str | None]:
+            request, got, wanted, left = _start(comm, case, index, inputs)
+
+            def problem() -> str | None:
                 request.wait()
-                tally = tallies.setdefault((case.collective, case.dtype), Tally())
-                tally.n_cases += 1
                 text = difference(got, wanted)
-                if text is None and left is not None and difference(left, before) is not None:
+                if text is None and left is not None and difference(left, inputs[comm.rank]) is not None:
                     text = "the input was changed"
-                if text is not None:
-                    tally.n_wrong += 1
-                    examples.append(f"rank {comm.rank}: {case}: {text}")
-            pending.clear()
+                return text
 
-        for index, case in enumerate(cases()):
-            inputs = _inputs(case, index, comm.world_size)
-            pending.append((case, *_start(comm, case, index, inputs), inputs[comm.rank]))
-            if len(pending) == _FLIGHTS:
-                finish()
-            if rank.rank == 0 and index % 50 == 0:
-                rank.send(index)
-        finish()
+            return problem
+
+        tallies, examples = run_cases(rank, start)
         links = [f"rank {comm.rank} -> {peer}: {text}" for peer, text in comm.describe_links().items()]
-        return tallies, examples[:_EXAMPLES], links, comm.stats().n_frames_sent
+        return tallies, examples, links, comm.stats().n_frames_sent
 
 
 def verify(

@@ -322,7 +322,7 @@ def test_verify_notices_a_wrong_expectation(monkeypatch):
     case = verify.Case("all_reduce", "float32", "sum", 1000, 0.9, False)
 
     def rank_main(comm):
-        request, got, wanted, _ = verify._start(comm, case, 0, verify._inputs(case, 0, comm.world_size))
+        request, got, wanted, _ = verify._start(comm, case, 0, verify.inputs_of(case, 0, comm.world_size))
         request.wait()
         return verify.difference(got, wanted)
 

@@ -104,7 +104,7 @@ def test_verify_cases_on_threads():
 
     def rank_main(comm):
         for index, case in enumerate(cases):
-            inputs = verify._inputs(case, index, comm.world_size)
+            inputs = verify.inputs_of(case, index, comm.world_size)
             request, got, wanted, _ = verify._start(comm, case, index, inputs)
             request.wait()
             assert verify.difference(got, wanted) is None, str(case)

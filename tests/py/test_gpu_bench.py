@@ -250,19 +250,17 @@ def test_verify_over_two_processes():
 
 
 def test_verify_can_fail():
-    c = verify.Case("all_gather", "float32", "", 8, 0.0, False)
-
     class Done:
         def wait(self):
             pass
 
     wanted = np.arange(8, dtype=np.float32)
     got, source = torch.arange(8.0), torch.arange(8.0)
-    assert gpu_verify._Flight(c, Done(), got, wanted, source, wanted).problem() is None
+    assert gpu_verify._problem(Done(), got, wanted, source, wanted) is None
     source[3] = -1.0
-    assert "the input was changed: 1 of 8" in gpu_verify._Flight(c, Done(), got, wanted, source, wanted).problem()
+    assert "the input was changed: 1 of 8" in gpu_verify._problem(Done(), got, wanted, source, wanted)
     got[7] = 0.0
-    assert "1 of 8 elements wrong, the first at 7" in gpu_verify._Flight(c, Done(), got, wanted, None, wanted).problem()
+    assert "1 of 8 elements wrong, the first at 7" in gpu_verify._problem(Done(), got, wanted, None, wanted)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")

@@ -6,10 +6,10 @@ tensors, so that it can be tested without a GPU. Needs torch.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import os
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,30 +19,6 @@ import torch.distributed as dist
 from .. import verify
 from .._launch import Rank, run_ranks
 from . import gpu_torch
-from .cases import REDUCING
-
-_FLIGHTS = 4  # collectives that are started before the first one is waited for
-
-
-@dataclasses.dataclass
-class _Flight:
-    """A call that has been started. source: the input, if it must not change."""
-
-    case: verify.Case
-    work: Any
-    out: torch.Tensor
-    wanted: verify.Array
-    source: torch.Tensor | None
-    before: verify.Array
-
-    def problem(self) -> str | None:
-        """Wait and check. Returns what is wrong, or None."""
-        self.work.wait()
-        text = verify.difference(_bits(self.out, self.wanted), self.wanted)
-        if text is None and self.source is not None:
-            changed = verify.difference(_bits(self.source, self.before), self.before)
-            text = None if changed is None else f"the input was changed: {changed}"
-        return text
 
 
 def _bits(x: torch.Tensor, like: verify.Array) -> verify.Array:
@@ -61,8 +37,13 @@ def _poisoned(n_elems: int, dtype: str, device: torch.device) -> torch.Tensor:
     return out
 
 
-def start(case: verify.Case, index: int, inputs: list[verify.Array], rank: int, device: torch.device, group: Any):
-    """Start the case on `inputs[rank]`; returns a _Flight. torch's all-reduce is always in place."""
+def start(
+    case: verify.Case, index: int, inputs: list[verify.Array], rank: int, device: torch.device, group: Any
+) -> Callable[[], str | None]:
+    """Start the case on `inputs[rank]`. Returns what waits, and says what is wrong, or None.
+
+    torch's all-reduce is always in place.
+    """
     mine, n = inputs[rank], case.n_elems
     x = _tensor(mine, case.dtype, device)
     own = slice(rank * n, (rank + 1) * n)
@@ -88,52 +69,36 @@ def start(case: verify.Case, index: int, inputs: list[verify.Array], rank: int, 
         root = index % len(inputs)
         out, source, wanted = x if rank == root else _poisoned(n, case.dtype, device), None, inputs[root]
         work = dist.broadcast(out, root, group=group, async_op=True)
-    return _Flight(case, work, out, wanted, source, mine)
+    return lambda: _problem(work, out, wanted, source, mine)
 
 
-def _inputs(case: verify.Case, index: int, world: int) -> list[verify.Array]:
-    n = case.n_elems * (world if case.collective == "reduce_scatter" else 1)
-    reduces = case.collective in REDUCING
-    return [verify.make_input([index, r], n, case.dtype, case.sparsity, reduces) for r in range(world)]
+def _problem(
+    work: Any, out: torch.Tensor, wanted: verify.Array, source: torch.Tensor | None, before: verify.Array
+) -> str | None:
+    """Wait and check. Returns what is wrong, or None. source: the input, if it must not change."""
+    work.wait()
+    text = verify.difference(_bits(out, wanted), wanted)
+    if text is None and source is not None:
+        changed = verify.difference(_bits(source, before), before)
+        text = None if changed is None else f"the input was changed: {changed}"
+    return text
 
 
-Outcome = tuple[dict[tuple[str, str], verify.Tally], list[str], list[str], dict[str, int]]
-
-
-def _verify_rank(rank: Rank, device_name: str, store_file: str, timeout_s: float) -> Outcome:
+def _verify_rank(rank: Rank, device_name: str, store_file: str, timeout_s: float) -> verify.Outcome:
     device = gpu_torch.take_device(device_name, rank.rank)
     timeout = datetime.timedelta(seconds=timeout_s)
     store = dist.FileStore(store_file, rank.world_size)
     store.set_timeout(timeout)
     dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world_size, timeout=timeout)
     group = gpu_torch.spccl_group(0, timeout)
-    tallies: dict[tuple[str, str], verify.Tally] = {}
-    examples: list[str] = []
-    flights: list[_Flight] = []
-
-    def finish() -> None:
-        for flight in flights:
-            tally = tallies.setdefault((flight.case.collective, flight.case.dtype), verify.Tally())
-            tally.n_cases += 1
-            text = flight.problem()
-            if text is not None:
-                tally.n_wrong += 1
-                examples.append(f"rank {rank.rank}: {flight.case}: {text}")
-        flights.clear()
-
-    for index, case in enumerate(verify.cases()):
-        inputs = _inputs(case, index, rank.world_size)
-        flights.append(start(case, index, inputs, rank.rank, device, group))
-        if len(flights) == _FLIGHTS:
-            finish()
-        if rank.rank == 0 and index % 50 == 0:
-            rank.send(index)
-    finish()
+    tallies, examples = verify.run_cases(
+        rank, lambda case, index, inputs: start(case, index, inputs, rank.rank, device, group)
+    )
     frames = gpu_torch.counters(group, device_name)()[1:]
     links = [f"rank {rank.rank}: {_path(group, device)}"]
     dist.barrier()
     dist.destroy_process_group()
-    return tallies, examples[:5], links, {k: int(n) for k, n in zip(gpu_torch.FORMATS, frames, strict=True)}
+    return tallies, examples, links, {k: int(n) for k, n in zip(gpu_torch.FORMATS, frames, strict=True)}
 
 
 def _path(group: Any, device: torch.device) -> str:

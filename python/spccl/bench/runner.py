@@ -95,30 +95,11 @@ class Torch:
 
     def prepare(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
         import torch
-        import torch.distributed as dist
 
-        group = self._group
-        names = {"bfloat16": torch.bfloat16, "float8": torch.uint8}
-        x, y = torch.from_numpy(source), torch.from_numpy(target)
-        if case.dtype in names:
-            x, y = x.view(names[case.dtype]), y.view(names[case.dtype])
-        op = {
-            "sum": dist.ReduceOp.SUM,
-            "avg": dist.ReduceOp.AVG,
-            "min": dist.ReduceOp.MIN,
-            "max": dist.ReduceOp.MAX,
-            "prod": dist.ReduceOp.PRODUCT,
-        }.get(case.op)
-        if case.collective == "all_gather":
-            # torch 2.13 renamed these two and warns of the old names.
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            return lambda: gather(y, x, group=group)
-        if case.collective == "reduce_scatter":
-            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            return lambda: scatter(y, x, op, group=group)
-        if case.collective == "all_reduce":
-            return lambda: dist.all_reduce(y, op, group=group)
-        return lambda: dist.broadcast(y, ROOT, group=group)
+        from . import gpu_torch
+
+        x, y = (torch.from_numpy(array).view(gpu_torch.DTYPES[case.dtype]) for array in (source, target))
+        return gpu_torch.starter(case, self._group, x, y)
 
 
 # ---- data ----
