@@ -22,3 +22,9 @@ def pytest_report_header() -> str:
 def _seeded(request: pytest.FixtureRequest) -> None:
     """Every test starts from the seed, so that one test alone repeats what it did in the whole run."""
     random.seed(f"{os.environ['SPCCL_TEST_SEED']} {request.node.nodeid}")
+
+
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest) -> list:
+    """The ranks of a worker, after they have run its cases: see `over_ranks` of tests/dist/launch.py."""
+    return request.param()

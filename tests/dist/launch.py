@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +24,8 @@ import traceback
 import types
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import pytest
 
 HERE = Path(__file__).resolve().parent
 MARK = "@case "
@@ -198,3 +202,48 @@ def check_case(ranks: list[Rank], case: str) -> list[dict]:
         texts = [f"rank {r.rank}: {r.cases.get(case, {}).get('error', 'never reported')}" for r in bad]
         raise AssertionError("\n".join([f"case {case} failed", *texts, *(r.report() for r in ranks)]))
     return [r.cases[case] for r in ranks]
+
+
+def cases_of(worker: str) -> list[str]:
+    """The names of the cases that a worker gives to `main`, in their order."""
+    text = (HERE / "workers" / f"{worker}.py").read_text()
+    return re.search(r"^(?:CASES = |main\(\s*)\[(.*?)\]", text, re.M | re.S)[1].replace(",", " ").split()
+
+
+def over_ranks(worker: str, *runs, cases: list[str] | None = None) -> tuple:
+    """A test of each case of a worker, and one that all its ranks end well, for each run. A module names both:
+
+        test_case, test_ranks_end_well = over_ranks("sparse_sync", "spccl-2", "spccl-4")
+
+    Args: runs: "BACKEND-RANKS", as such or in pytest.param. cases: those to run; None: all.
+    """
+    found = [run if hasattr(run, "marks") else pytest.param(run) for run in runs]
+
+    params = []  # both tests get the same objects: so pytest starts the ranks once
+    for run in found:
+        backend, _, n_ranks = run.values[0].rpartition("-")
+        settings = {"SPCCL_TEST_BACKEND": backend}
+        start = functools.partial(run_ranks, worker, int(n_ranks), *(cases or ()), env=settings)
+        params.append(pytest.param(start, marks=run.marks, id=run.values[0]))
+    each_run = pytest.mark.parametrize("ranks", params, indirect=True)
+
+    @each_run
+    @pytest.mark.parametrize("case", cases or cases_of(worker))
+    def test_case(ranks, case):
+        check_case(ranks, case)
+
+    @each_run
+    def test_ranks_end_well(ranks, request):
+        """On spccl always. On Gloo a process with Python DDP hooks may abort after its last line, torch's own hooks
+        too: a thread of Gloo's then drops the last reference to a tensor that Python has seen, while Python is ending.
+        """
+        fine = {0, -6} if worker == "ddp_hook" and "gloo" in request.node.name else {0}
+        assert {r.returncode for r in ranks} <= fine, "\n".join(r.report() for r in ranks)
+
+    return test_case, test_ranks_end_well
+
+
+def torchrun(*program: str, n_ranks: int = 2, **settings: str) -> tuple[int, str]:
+    """Run a program under torchrun on a free port. Returns its exit status and output."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"]
+    return run_command([*command, *program], dict(os.environ, OMP_NUM_THREADS="1", **settings))

@@ -6,61 +6,11 @@ import pytest
 
 pytest.importorskip("torch", reason="torch.distributed is what is tested here")
 
-from launch import check_case, run_ranks
+from launch import cases_of, check_case, over_ranks, run_ranks
 
-CASES = [
-    "all_reduce_values",
-    "reduce_scatter_values",
-    "all_gather_values",
-    "broadcast_values",
-    "special_values_survive_gather",
-    "in_place",
-    "layouts",
-    "inference_mode",
-    "premul_sum",
-    "many_in_flight",
-    "dropped_work",
-    "polling",
-    "futures",
-    "slow_callback",
-    "wait_timeout",
-    "coalesced",
-    "functional",
-    "bad_arguments",
-    "profiler_names",
-    "stats_and_links",
-    "sequence_and_names",
-]
-VALUES = CASES[:7]
-
-
-@pytest.fixture(scope="module", params=[2, 3], ids=lambda n: f"{n} ranks")
-def ranks(request):
-    return run_ranks("collectives", request.param)
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    return run_ranks("collectives", 4, *VALUES)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_case(ranks, case):
-    check_case(ranks, case)
-
-
-@pytest.mark.parametrize("case", VALUES)
-def test_four_ranks(four_ranks, case):
-    check_case(four_ranks, case)
-
-
-def test_all_ranks_end(ranks):
-    assert [r.returncode for r in ranks] == [0] * len(ranks), "\n".join(r.report() for r in ranks)
-
-
-def test_sparse_data_is_sent_sparse(ranks):
-    for report in check_case(ranks, "stats_and_links"):
-        assert report["wire"] < report["dense"] / 50, report
+VALUES = cases_of("collectives")[:7]
+test_case, test_ranks_end_well = over_ranks("collectives", "spccl-2", "spccl-3")
+test_four_ranks, test_four_ranks_end_well = over_ranks("collectives", "spccl-4", cases=VALUES)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import sys
@@ -12,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the benchmark runs torch's DDP")
 
-from launch import run_command
+from launch import torchrun
 
 SCRIPT = str(Path(__file__).resolve().parents[2] / "bench" / "ddp_exchange.py")
 LINE = re.compile(
@@ -48,10 +47,7 @@ def test_refuses(monkeypatch, capsys, args, part):
 
 @pytest.mark.slow
 def test_prints_a_line_for_each_run():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT]
-    args = ["dense,pruned:32", "--rounds", "2", "--bucket-mb", "25", "--device", "cpu"]
-    settings = dict(os.environ, OMP_NUM_THREADS="1")
-    status, output = run_command([*command, *args], settings)
+    status, output = torchrun(SCRIPT, "dense,pruned:32", "--rounds", "2", "--bucket-mb", "25", "--device", "cpu")
     assert status == 0, output
     runs = [match.groups() for match in LINE.finditer(output)]
     assert [run[:4] for run in runs] == [

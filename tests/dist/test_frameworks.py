@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the frameworks train torch models")
 
-from launch import check_case, run_command, run_ranks  # noqa: E402
+from launch import check_case, run_ranks, torchrun  # noqa: E402
 
 from spccl import ddp, integrations, optim  # noqa: E402
 from spccl.integrations import _files  # noqa: E402
@@ -87,9 +87,7 @@ def test_example_under_torchrun():
     reason = why_missing(("accelerate", "transformers"))
     if reason:
         pytest.skip(reason)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    settings = dict(os.environ, OMP_NUM_THREADS="1")
-    status, output = run_command([*command, str(EXAMPLES / "accelerate" / "train.py"), "--steps=6"], settings)
+    status, output = torchrun(str(EXAMPLES / "accelerate" / "train.py"), "--steps=6")
     assert status == 0 and "last step sent" in output and "% of the weights: " in output, output
 
 

@@ -3,7 +3,6 @@ Also tests registration and options."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from datetime import timedelta
@@ -14,7 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch.distributed is what is tested here")
 
-from launch import HERE, run_command  # noqa: E402
+import launch  # noqa: E402
+from launch import HERE  # noqa: E402
 
 from spccl import backend  # noqa: E402
 
@@ -23,9 +23,7 @@ LAUNCHED = Path(HERE) / "workers" / "launched.py"
 
 def torchrun(*program: str, **env: str) -> None:
     """Run a program under torchrun with 2 ranks on a free port. Both must print "launched ok"."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
-    settings = dict(os.environ, OMP_NUM_THREADS="1", **env)
-    status, output = run_command(command, settings)
+    status, output = launch.torchrun(*program, **env)
     assert status == 0 and output.count("launched ok") == 2, f"exit {status}\n{output}"
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch", reason="the examples use torch.distributed")
 
-from launch import run_command
+from launch import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,9 +26,7 @@ def test_example_prints_what_its_page_says(page, example, wanted, tmp_path):
     code = re.search(rf"```python\n(# {re.escape(example)}: .*?)```", (ROOT / page).read_text(), re.S)
     assert code is not None, f"{page} has no {example}"
     (tmp_path / example).write_text(code[1])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    settings = dict(os.environ, OMP_NUM_THREADS="1")
-    status, output = run_command([*command, str(tmp_path / example)], settings)
+    status, output = torchrun(str(tmp_path / example))
     assert status == 0, output
     for pattern in wanted:
         assert re.search(pattern, output), output

@@ -69,8 +69,10 @@ def bad_arguments() -> None:
         backend.make_process_group(store, 0, 1, options={"format": "coo"})
 
 
+CASES = [without_a_default_group, fewer_ranks_on_the_same_store, bad_arguments]
+
 if __name__ == "__main__":
-    for case in (without_a_default_group, fewer_ranks_on_the_same_store, bad_arguments):
+    for case in CASES:
         try:
             case()
         except BaseException:
