@@ -20,6 +20,7 @@ from . import checks, hook_state
 from .checks import ABOVE_0, COUNT, FRACTION, SHARE, is_whole
 from .density import falling
 from .hook_stats import Statistics
+from .ranks import averages
 from .stats import HasStats
 
 _RULES: dict[str, checks.Rule] = {
@@ -219,15 +220,7 @@ class PruningHook(HasStats):
     def _backend_averages(self, device: torch.device) -> bool:
         """Whether the group's backend for this device has ReduceOp.AVG; warns once if it is not spccl."""
         if device not in self._averages:
-            name = backend.name_for(self._group, device)
-            self._averages[device] = name in backend.AVERAGING
-            if name != "spccl":
-                warnings.warn(
-                    f"{self._by}: the group's backend for {device.type} is {name!r}, not 'spccl': "
-                    "gradients are pruned, but all bytes still travel. "
-                    'Use init_process_group("spccl") to save them.',
-                    stacklevel=2,
-                )
+            self._averages[device] = averages(self._by, self._group, device)
         return self._averages[device]
 
     # -- schedule, statistics ----------------------------------------------------------------------

@@ -11,7 +11,7 @@ from spccl import backend, prune
 
 from .backward import at_end_of_backward, in_backward
 from .hook_state import OnDevice
-from .stats import OwnBytes
+from .stats import OwnBytes, report
 
 
 class Tally:
@@ -79,7 +79,7 @@ class Statistics:
         slots: Sequence[prune.Slot],
         sent: dict[str, int],
     ) -> dict[str, Any]:
-        """The dictionary that `HasStats.stats` describes. Waits for the device.
+        """What `HasStats.stats` describes. Waits for the device.
 
         Args: density: wanted in the next step. sent: entries sent in the last complete step, by parameter name.
         """
@@ -87,27 +87,22 @@ class Statistics:
         counts = [memory.read_counts() for memory in devices.values()]
         pruned = [slot for slot in slots if slot.pruned and last.density < 1]
         pruned_elems = sum(slot.numel for slot in pruned)
-        norm = math.sqrt(sum(squares for squares, _, _ in counts)) or None
-        residual = self._residual_norm
         carries = {backend.name_for(group, d) for d in devices} if group is not None and group.size() > 1 else set()
-        return {
-            "steps": step,
-            "exchanges": step,
-            "density_target": last.density,
-            "density_sent": sum(sent.values()) / max(1, last.elems),
-            "density_pruned": sum(sent[slot.name] for slot in pruned) / pruned_elems if pruned_elems else None,
-            "density_mean": sum(n for _, n, _ in counts) / max(1, totals["elems"]),
-            "dense_bytes": last.dense_bytes,
-            "sent_bytes": sum(sent[slot.name] * slot.elem_bytes for slot in slots),
-            "wire_bytes": self._wire.read(group, devices, self._n_calls) if self._wire is not None else None,
-            "update_norm": norm,
-            "unsent_norm": residual,
-            "residual_ratio": residual / norm if residual is not None and norm else None,
-            "select_ms": last.select_s * 1e3,
-            "select_ms_mean": totals["select_s"] * 1e3 / max(1, totals["steps"]),
-            "exchange_ms": None,
-            "exchange_ms_mean": None,
-            "skipped_steps": 0,
-            "nonfinite_elems": sum(n for _, _, n in counts),
-            "backend": ", ".join(sorted(carries)) or "none",
-        }
+        return report(
+            carries,
+            steps=step,
+            exchanges=step,
+            density_target=last.density,
+            density_sent=sum(sent.values()) / max(1, last.elems),
+            density_pruned=sum(sent[slot.name] for slot in pruned) / pruned_elems if pruned_elems else None,
+            density_mean=sum(n for _, n, _ in counts) / max(1, totals["elems"]),
+            dense_bytes=last.dense_bytes,
+            sent_bytes=sum(sent[slot.name] * slot.elem_bytes for slot in slots),
+            wire_bytes=self._wire.read(group, devices, self._n_calls) if self._wire is not None else None,
+            update_norm=math.sqrt(sum(squares for squares, _, _ in counts)) or None,
+            unsent_norm=self._residual_norm,
+            select_ms=last.select_s * 1e3,
+            select_ms_mean=totals["select_s"] * 1e3 / max(1, totals["steps"]),
+            skipped_steps=0,
+            nonfinite_elems=sum(n for _, _, n in counts),
+        )

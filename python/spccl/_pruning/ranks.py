@@ -9,7 +9,21 @@ import torch.distributed as dist
 
 from spccl import backend
 
+from .checks import outside
+
 _MOST_FAULTS = 5  # of what ranks do differently, named in an error
+
+
+def averages(who: str, group: dist.ProcessGroup, device: torch.device, sends_zeros: bool = True) -> bool:
+    """Whether the group's backend for `device` has ReduceOp.AVG. Warns if it sends zeros too and there are any."""
+    name = backend.name_for(group, device)
+    if name != backend.NAME and sends_zeros:
+        warnings.warn(
+            f"{who}: the group's backend for {device.type} is {name!r}, not 'spccl': training is the same, but zeros "
+            'travel too and no bytes are saved. Use init_process_group("spccl").',
+            stacklevel=outside(),
+        )
+    return name in backend.AVERAGING
 
 
 class Ranks:
@@ -37,15 +51,8 @@ class Ranks:
         return backend.name_for(self.group, device)
 
     def averages(self, device: torch.device, sends_zeros: bool = True) -> bool:
-        """Whether the backend has ReduceOp.AVG. Warns if the backend sends zeros too and there are any."""
-        name = self.backend(device)
-        if name not in ("spccl", "none") and sends_zeros:
-            warnings.warn(
-                f"SparseSync: the group's backend for {device.type} is {name!r}, not 'spccl': training is the same, "
-                'but zeros travel too and no bytes are saved. Use init_process_group("spccl").',
-                stacklevel=5,
-            )
-        return name in (*backend.AVERAGING, "none")
+        """Whether an all-reduce can average. See the function `averages`."""
+        return self.world_size == 1 or averages("SparseSync", self.group, device, sends_zeros)
 
     def all_reduce(self, buffer: torch.Tensor, average: bool) -> "dist.Work | None":
         """Start the average (or sum) of `buffer` over the ranks, in place; None if there is nothing to wait for."""

@@ -13,6 +13,17 @@ from spccl import backend
 from .checks import warn_of_old_word
 
 
+def report(names: Iterable[str], **figures: Any) -> dict[str, Any]:
+    """The dictionary that `HasStats.stats` describes; None where a figure is not known.
+
+    Args: names: of the backends that carry the exchanges.
+    """
+    update, unsent = figures["update_norm"], figures["unsent_norm"]
+    ratio = unsent / update if update and unsent is not None else None
+    unknown = dict.fromkeys(("select_ms", "select_ms_mean", "exchange_ms", "exchange_ms_mean"))
+    return {**unknown, **figures, "residual_ratio": ratio, "backend": ", ".join(sorted(names)) or "none"}
+
+
 class HasStats:
     """Base of the objects that train with sparse exchanges."""
 

@@ -10,7 +10,7 @@ import torch
 
 from spccl import prune
 from spccl._pruning.density import density_at
-from spccl._pruning.stats import OwnBytes
+from spccl._pruning.stats import OwnBytes, report
 
 if TYPE_CHECKING:
     from .sync import SparseSync
@@ -107,27 +107,24 @@ class Tally:
         widths = [s.transfers.value_bytes(b) for b in s.buckets for _ in b.weights]
         values = sum(row[prune.N_SENT] * width for row, width in zip(rows, widths, strict=True))
         devices = [b.device for b in s.buckets]
-        return {
-            "steps": s.steps,
-            "exchanges": s.exchanges,
-            "density_target": density,
-            "density_sent": sum(row[prune.N_SENT] for row in rows) / numel,
-            "density_pruned": sum(n for _, n in pruned) / sum(n for n, _ in pruned) if pruned else None,
-            "density_mean": sum(row[prune.N_SENT_ALL] for row in rows) / numel / max(1, s.exchanges),
-            "dense_bytes": sum(b.numel * b.globals.element_size() for b in s.buckets),
-            "sent_bytes": values if packed is None else packed,
-            "wire_bytes": self._wire.read(self._group(), devices, self._exchanges * len(s.buckets)),
-            "update_norm": update,
-            "unsent_norm": unsent,
-            "residual_ratio": unsent / update if update and unsent is not None else None,
-            "select_ms": None,
-            "select_ms_mean": None,
-            "exchange_ms": self._last_s * 1e3,
-            "exchange_ms_mean": self._seconds * 1e3 / max(1, self._exchanges),
-            "skipped_steps": self.skipped,
-            "nonfinite_elems": sum(row[prune.N_NONFINITE_ALL] for row in rows),
-            "backend": ", ".join(sorted({s.ranks.backend(d) for d in devices})),
-        }
+        return report(
+            {s.ranks.backend(d) for d in devices},
+            steps=s.steps,
+            exchanges=s.exchanges,
+            density_target=density,
+            density_sent=sum(row[prune.N_SENT] for row in rows) / numel,
+            density_pruned=sum(n for _, n in pruned) / sum(n for n, _ in pruned) if pruned else None,
+            density_mean=sum(row[prune.N_SENT_ALL] for row in rows) / numel / max(1, s.exchanges),
+            dense_bytes=sum(b.numel * b.globals.element_size() for b in s.buckets),
+            sent_bytes=values if packed is None else packed,
+            wire_bytes=self._wire.read(self._group(), devices, self._exchanges * len(s.buckets)),
+            update_norm=update,
+            unsent_norm=unsent,
+            exchange_ms=self._last_s * 1e3,
+            exchange_ms_mean=self._seconds * 1e3 / max(1, self._exchanges),
+            skipped_steps=self.skipped,
+            nonfinite_elems=sum(row[prune.N_NONFINITE_ALL] for row in rows),
+        )
 
     def _group(self) -> torch.distributed.ProcessGroup | None:
         return self.sync.ranks.group if self.sync.ranks.world_size > 1 else None
