@@ -49,7 +49,8 @@ uint32_t sp_proxy_ranks_here(const spccl_comm *comm);
 
 /* Make t, zeroed before, ready for the calls below. Errors: SYSTEM. */
 spccl_status sp_proxy_thread_open(sp_proxy_thread *t, sp_gpu_comm *g);
-/* Add an endpoint. Errors: those of the transport. */
+/* Add an endpoint. It brings its control links and its fallback; which pairs take the fallback is decided as for links, by
+ * sp_take_fallbacks (boot.h). Errors: those of the transport. */
 spccl_status sp_proxy_thread_add(sp_proxy_thread *t, const sp_transport *transport,
                                  const sp_endpoint_config *config);
 /* Connect the endpoints of n threads for at most SP_PROXY_CONNECT_NS. what: for the error text. AGAIN: some peers are
