@@ -6,7 +6,7 @@ include(CMakePackageConfigHelpers)
 set_target_properties(spccl PROPERTIES VERSION ${PROJECT_VERSION}
   SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
 install(TARGETS spccl EXPORT spcclTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
-install(FILES csrc/spccl.h csrc/spccl_channel.h csrc/spccl_device.cuh DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+install(FILES csrc/spccl.h csrc/spccl_channel.h csrc/spccl_device.cuh csrc/spccl_experimental.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/spccl)
 install(EXPORT spcclTargets NAMESPACE spccl:: DESTINATION ${package_dir})

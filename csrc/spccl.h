@@ -1,5 +1,5 @@
-/* spccl.h - collectives for data that is mostly zeros: the interface of libspccl. Channels for kernels of the
- * caller: spccl_channel.h. C11 and C++, standard headers only. The words are those of docs/GLOSSARY.md.
+/* spccl.h - collectives for data that is mostly zeros: the interface of libspccl. What may change with each version is
+ * in spccl_experimental.h. C11 and C++, standard headers only. The words are those of docs/GLOSSARY.md.
  *
  * Errors. A function that can fail returns `spccl_status`. Its results go through its last parameters and are
  * unchanged after a failure, but a failed collective may have written part of its output buffer. After a failure
@@ -31,9 +31,9 @@ extern "C" {
 #endif
 
 #define SPCCL_VERSION_MAJOR 0
-#define SPCCL_VERSION_MINOR 1
+#define SPCCL_VERSION_MINOR 2
 #define SPCCL_VERSION_PATCH 0
-#define SPCCL_VERSION_TEXT "0.1.0"
+#define SPCCL_VERSION_TEXT "0.2.0"
 
 /* ---- status ---------------------------------------------------------------------------------- */
 /* 0: the call succeeded; above 0: not yet, call again; below 0: it failed. The numbers never change.
@@ -67,7 +67,7 @@ typedef enum spccl_status {
 SPCCL_API const char *spccl_status_name(spccl_status status);
 /* One line about the last failure on this thread; "" if none. Valid until the next failing call. */
 SPCCL_API const char *spccl_last_error(void);
-/* "0.1.0": the version of the loaded library. SPCCL_VERSION_TEXT is that of the header. */
+/* "0.2.0": the version of the loaded library. SPCCL_VERSION_TEXT is that of the header. */
 SPCCL_API const char *spccl_version(void);
 
 /* ---- types ------------------------------------------------------------------------------------ */
@@ -310,12 +310,12 @@ SPCCL_API void spccl_request_free(spccl_request *req);
 typedef struct spccl_cuda_config {
     size_t struct_bytes;    /* sizeof(spccl_cuda_config) */
     int device;             /* CUDA ordinal of this rank's GPU; -1 = the current one of the calling thread */
-    uint32_t max_ctas;      /* most thread blocks of a collective, one per multiprocessor; 0 = all */
-    size_t inbox_bytes;     /* most GPU memory for what peers send here; 0 = 256 MiB */
     int32_t decline;        /* 1: this rank wants no GPU collectives, so all ranks get UNREACHABLE */
+    uint32_t max_ctas;      /* most thread blocks of a collective, one per multiprocessor; 0 = all */
+    uint32_t between_hosts; /* 0, 1, 2: as SPCCL_CUDA_ROUTE=auto, spccl, one-host */
+    size_t inbox_bytes;     /* most GPU memory for what peers send here; 0 = 256 MiB */
     uint32_t fallback;      /* any number, the same on all ranks */
     uint32_t caller_orders; /* 1: the caller keeps the launches in order; see spccl_cuda_set_end_event */
-    uint32_t between_hosts; /* 0, 1, 2: as SPCCL_CUDA_ROUTE=auto, spccl, one-host */
 } spccl_cuda_config;
 #define SPCCL_CUDA_CONFIG_INIT                                                                               \
     {                                                                                                        \
@@ -369,10 +369,11 @@ SPCCL_API spccl_status spccl_cuda_set_end_event(spccl_comm *comm, void *event);
 typedef struct spccl_cuda_stats {
     size_t struct_bytes; /* set by the caller: sizeof(spccl_cuda_stats) */
     int device;
-    uint32_t n_ctas;          /* most thread blocks that a collective uses */
-    uint64_t inbox_bytes;     /* GPU memory held for peers */
-    uint64_t n_collectives;   /* launched or captured */
-    uint64_t wire_bytes_sent; /* bytes of frames that ended launches have written to peers */
+    uint32_t n_ctas;            /* most thread blocks that a collective uses */
+    uint64_t inbox_bytes;       /* GPU memory held for peers */
+    uint64_t n_collectives;     /* launched or captured */
+    uint64_t n_pruned_by_lists; /* of them, those of spccl_cuda_prune_all_reduce that exchange lists */
+    uint64_t wire_bytes_sent;   /* bytes of frames that ended launches have written to peers */
     uint64_t n_frames_sent[SPCCL_N_FORMATS_MAX]; /* by spccl_format */
     uint64_t pinned_bytes;                       /* pinned memory held for peers on other hosts */
     uint32_t n_proxies, n_remote;                /* proxy threads of this rank; peers on other hosts */
@@ -430,32 +431,28 @@ typedef struct spccl_prune_segment { /* one parameter's part of the gradient */
     uint32_t whole;           /* 1: every call sends all elements, and keeps u */
 } spccl_prune_segment;
 typedef struct spccl_prune_options {
-    size_t struct_bytes;      /* sizeof(spccl_prune_options) */
-    double density;           /* fraction of a segment to send: above 0, at most 1 */
-    double sample;            /* fraction to sample, in (0, 1]: 32 / density to 24576 elements */
-    double momentum;          /* at least 0, below 1 */
-    double leak;              /* above 0, at most 1 */
-    double scale;             /* above 0: what is sent is multiplied by it; what is kept is not */
-    uint32_t dense_steps;     /* this many first calls of a segment send all elements, and keep u */
-    uint32_t warmup_steps;    /* in this many calls after them the density falls to `density` */
+    size_t struct_bytes; /* sizeof(spccl_prune_options) */
+    double density;      /* fraction of a segment to send: above 0, at most 1 */
+    double sample;       /* fraction to sample, in (0, 1]: 32 / density to 24576 elements */
+    double momentum;     /* at least 0, below 1 */
+    double leak;         /* above 0, at most 1 */
+    double scale;        /* above 0: what is sent is multiplied by it; what is kept is not */
+    double max_norm;     /* above 0: g times min(1, max_norm / root of the sum of squares) */
+    const void *norm;    /* [1] float32 (float64 if g is) or NULL: norm of g, to clip a gradient of parts */
+    double *squares;     /* [n_squares] squared norms of all parts; the call stores its own, if finite */
+    const float *factor; /* [1] or NULL: factor on g */
+    const float *loss_scale;    /* [1] or NULL: GradScaler's scale now; r and u follow its changes */
+    uint32_t n_squares, square; /* length of squares; this part's entry */
+    uint32_t dense_steps;       /* this many first calls of a segment send all elements, and keep u */
+    uint32_t warmup_steps;      /* in this many calls after them the density falls to `density` */
     uint32_t seed;            /* any number, the same in all calls; moves samples, and rounding to bfloat16 */
     uint32_t keep_thresholds; /* 1: t is the state's threshold; nothing is sampled */
     uint32_t skip_zeros;      /* 1: a segment whose g is all zero sends nothing, and keeps r and u */
     uint32_t residual_bf16;   /* 1: residuals are bfloat16, rounded by `seed` (KERNELS.md); not of float64 */
-    const float *factor;      /* [1] or NULL: factor on g */
-    const float *loss_scale;  /* [1] or NULL: GradScaler's scale now; r and u follow its changes */
-    uint32_t chunk, levels;   /* of weights (KERNELS.md): 0, or chunks of 256 to 4096; 0, or 2 levels */
-    const void *norm; /* [1] float32 (float64 if g is) or NULL: norm of g, to clip a gradient of parts */
-    double *squares;  /* [n_squares] squared norms of all parts; the call stores its own, if finite */
-    uint32_t n_squares, square; /* length of squares; this part's entry */
-    double max_norm;            /* above 0: g times min(1, max_norm / root of the sum of squares) */
-    uint32_t stage;    /* on a GPU, 1: only find thresholds; 2: only prune, after a call with 1; 0: both */
-    uint32_t reserved; /* 0 */
 } spccl_prune_options;
 #define SPCCL_PRUNE_OPTIONS_INIT                                                                             \
     {                                                                                                        \
-        sizeof(spccl_prune_options), 0.01, 0.001, 0, 1, 1, 0, 0, 0, 0, 0, 0, NULL, NULL, 0, 0, NULL, NULL,   \
-            0, 0, 0, 0, 0                                                                                    \
+        sizeof(spccl_prune_options), 0.01, 0.001, 0, 1, 1, 0, NULL, NULL, NULL, NULL, 0, 0, 0, 0, 0, 0, 0, 0 \
     }
 typedef struct spccl_prune_plan spccl_prune_plan;
 /* Check and copy the segments of a gradient [n_elems] of floats on `device` (CUDA ordinal; -1 = host). A plan
@@ -469,18 +466,12 @@ SPCCL_API spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spc
 /* The same on a GPU, without that bound: queued on `stream`, also in a capture. Errors: ARG, DEVICE. */
 SPCCL_API spccl_status spccl_cuda_prune(spccl_prune_plan *plan, void *grad,
                                         const spccl_prune_options *options, void *stream);
-/* spccl_cuda_prune and spccl_cuda_all_reduce of `grad` in place; faster than both for float32 on one host, see
- * docs/KERNELS.md. All ranks give the same sizes and density. grad NULL: only ask; UNSUPPORTED says why it is not faster.
- * All ranks make the first call, also one that asks, at the same place in their order. Errors: those of both. */
+/* spccl_cuda_prune and spccl_cuda_all_reduce of `grad` in place. On one host it exchanges lists in place of frames, which
+ * is faster, where docs/KERNELS.md says; spccl_cuda_stats.n_pruned_by_lists counts that. All ranks give the same sizes
+ * and density. The first call outside of captures makes the memory for lists. Errors: those of both. */
 SPCCL_API spccl_status spccl_cuda_prune_all_reduce(spccl_comm *comm, spccl_prune_plan *plan, void *grad,
                                                    spccl_redop op, const spccl_prune_options *options,
                                                    void *stream);
-/* Weights: a float32 or float64 plan with own weights w as residual and shared weights z as velocity.
- * send: d = w - z; writes scale d to `out` unless |d| < t, else 0; w = z where d is sent, else leak d + z.
- * receive: z += change, w += change. `stream`: of a plan on a GPU, else NULL. More: docs/KERNELS.md. */
-SPCCL_API spccl_status spccl_weights_send(spccl_prune_plan *plan, void *out,
-                                          const spccl_prune_options *options, void *stream);
-SPCCL_API spccl_status spccl_weights_receive(spccl_prune_plan *plan, const void *change, void *stream);
 
 /* ---- this build ---------------------------------------------------------------------------------- */
 /* Fill the i-th entry of a list: what is in this build, what is not and why, and every SPCCL_* setting.
@@ -497,4 +488,5 @@ SPCCL_API spccl_status spccl_info(size_t i, spccl_info_entry *out);
 #ifdef __cplusplus
 }
 #endif
+#include "spccl_experimental.h" /* until 0.3 */
 #endif

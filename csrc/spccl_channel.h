@@ -1,6 +1,7 @@
 /* spccl_channel.h - one-sided channels: kernels of the caller write to another rank's memory and signal it, without
  * a call of the host. This header has the host's functions, and the structs that kernels take. The functions for
  * kernels are in spccl_device.cuh. Modelled on MSCCL++. docs/CHANNELS.md has examples and the order of memory accesses.
+ * Channels are experimental: spccl_experimental.h says what that means.
  *
  * A set of channels gives each rank a window: memory into which the peers put data. Each pair of ranks has
  * `n_per_peer` channels, with numbers from 0. A channel has two directions, one for each rank.

@@ -32,6 +32,7 @@ FILES = (
     "libspccl.so",
     "include/spccl.h",
     "include/spccl_channel.h",
+    "include/spccl_experimental.h",
     "include/spccl_device.cuh",
     "py.typed",
 )

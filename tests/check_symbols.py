@@ -33,7 +33,7 @@ def exported(library: Path) -> set[str]:
 
 
 def main() -> int:
-    sets = {"spccl.h, spccl_channel.h": declared(), "libspccl.map": listed(), sys.argv[1]: exported(Path(sys.argv[1]))}
+    sets = {"csrc/*.h": declared(), "libspccl.map": listed(), sys.argv[1]: exported(Path(sys.argv[1]))}
     every = set.union(*sets.values())
     faults = [f"{name}: not in {where}" for where, names in sets.items() for name in sorted(every - names)]
     print("\n".join([*faults, f"check_symbols: {len(every)} names, {len(faults)} faults"]))

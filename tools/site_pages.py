@@ -16,7 +16,7 @@ FOLDER = BUILD / "docs"
 PAGES, VENV = FOLDER / "pages", FOLDER / "venv"
 REQUIREMENTS = ROOT / "tools/docs.txt"
 SOURCES = ("*.md", "docs/*.md", "bench/*.md", "bench/*/*.md", "examples/*/*.md", "tests/*/README.md")
-HEADERS = ("spccl.h", "spccl_channel.h", "spccl_device.cuh")
+HEADERS = ("spccl.h", "spccl_channel.h", "spccl_device.cuh", "spccl_experimental.h")
 # What users import, in the order of the page; in backend and the like all that is public.
 PYTHON = (
     ("Arrays and groups", ("encode", "decode", "inspect", "FrameInfo", "Communicator", "Request", "Stats", "info")),
@@ -133,7 +133,7 @@ def _declared(block: str) -> list[str]:
     names = re.findall(r"^#define (SPCCL_\w+)", code, re.M)
     names += re.findall(r"\b(spccl_\w+)\s*\(", re.sub(r"\{.*?\}", "", code, flags=re.S))
     names += re.findall(r"(?:^\}|^typedef struct \w+)\s*(spccl_\w+)\s*;", code, re.M)
-    hidden = {"SPCCL_API", "SPCCL_H", "SPCCL_CHANNEL_H", "SPCCL_DEVICE_CUH"}
+    hidden = {"SPCCL_API", "SPCCL_H", "SPCCL_CHANNEL_H", "SPCCL_DEVICE_CUH", "SPCCL_EXPERIMENTAL_H"}
     return [name for name in dict.fromkeys(names) if name not in hidden]
 
 

@@ -96,8 +96,7 @@ void Backend::setTimeout(milliseconds timeout)
 
 void Backend::setSequenceNumberForGroup()
 {
-    /* Nothing to do: all ranks count from 0 and call in one order. */
-}
+} /* all ranks count from 0 and call in one order */
 
 uint64_t Backend::getSequenceNumberForGroup()
 {
@@ -166,11 +165,6 @@ spccl_cuda_stats Backend::cuda_stats()
     return none;
 }
 
-std::string Backend::describe_link(int peer)
-{
-    return comm_->describe_link(peer);
-}
-
 c10d::Backend &Backend::gloo(const char *op)
 {
     comm_->check_usable(op);
@@ -179,6 +173,8 @@ c10d::Backend &Backend::gloo(const char *op)
 
 c10::intrusive_ptr<c10d::Work> Backend::start(Launch launch, bool async)
 {
+    if (launch.out.is_cuda())
+        cuda_->bind(launch.out.device(), launch.op.name);
     const uint64_t sequence = ++sequence_;
     if (launch.out.is_cuda())
         return noted(cuda_->start(launch, async, sequence));
@@ -207,8 +203,6 @@ c10::intrusive_ptr<c10d::Work> Backend::broadcast(std::vector<at::Tensor> &tenso
         launch_of("broadcast", "spccl:broadcast", c10d::OpType::BROADCAST, {tensor}, opts.timeout);
     launch.op.root = root;
     const WireType wire = wire_for_moving(tensor.scalar_type(), launch.op);
-    if (tensor.is_cuda())
-        cuda_->bind(tensor.device(), "broadcast");
     const at::Tensor buf = as_contiguous(tensor);
     if (!is_plain(tensor) && root != rank_)
         launch.copy_out = [tensor, buf] { tensor.copy_(buf); };
@@ -229,8 +223,6 @@ c10::intrusive_ptr<c10d::Work> Backend::_allgather_base(at::Tensor &output, at::
     Launch launch =
         launch_of(name, "spccl:_all_gather_base", c10d::OpType::_ALLGATHER_BASE, {input}, opts.timeout);
     const WireType wire = wire_for_moving(input.scalar_type(), launch.op);
-    if (input.is_cuda())
-        cuda_->bind(input.device(), name);
     const at::Tensor in = as_contiguous(input);
     const at::Tensor out = is_plain(output) ? output : flat_like(output, output.numel());
     launch.outputs = {output};
@@ -261,8 +253,6 @@ c10::intrusive_ptr<c10d::Work> Backend::allgather(std::vector<std::vector<at::Te
 
     Launch launch = launch_of(name, "spccl:all_gather", c10d::OpType::ALLGATHER, {input}, opts.timeout);
     const WireType wire = wire_for_moving(input.scalar_type(), launch.op);
-    if (input.is_cuda())
-        cuda_->bind(input.device(), name);
     const at::Tensor in = as_contiguous(input);
     launch.outputs = list;
     at::NoGradGuard no_grad;
@@ -277,14 +267,11 @@ c10::intrusive_ptr<c10d::Work> Backend::allgather(std::vector<std::vector<at::Te
 
 /* ---- reductions ---------------------------------------------------------------------------------- */
 
-c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tensors,
-                                                  const c10d::AllreduceOptions &opts)
+c10::intrusive_ptr<c10d::Work> Backend::all_reduce(std::vector<at::Tensor> &tensors,
+                                                   const c10d::AllreduceOptions &opts, spccl_prune_plan *plan,
+                                                   const spccl_prune_options *pruning)
 {
     const char *name = "all_reduce";
-    Launch pruning;
-    /* first: a call that fails must not leave it to the next one */
-    cuda_->take_pruning(pruning, tensors.empty() ? at::Tensor() : tensors[0],
-                        opts.reduceOp.op_ == c10d::ReduceOp::AVG);
     const at::Tensor tensor = only(tensors, "tensor", name);
     TORCH_CHECK_VALUE(tensor.defined(), "spccl: all_reduce: tensor is an undefined tensor");
     if (tensor.layout() == c10::Layout::Sparse)
@@ -309,9 +296,36 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tenso
     if (!is_plain(tensor))
         launch.copy_out = [tensor, out] { tensor.copy_(out); };
     set_call(launch, in, out, {dtype_for_reducing(tensor.scalar_type()), 1});
-    launch.prune_plan = pruning.prune_plan;
-    launch.prune_options = pruning.prune_options;
+    launch.prune_plan = plan;
+    if (plan != nullptr)
+        launch.prune_options = *pruning;
     return start(std::move(launch), opts.asyncOp);
+}
+
+c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tensors,
+                                                  const c10d::AllreduceOptions &opts)
+{
+    return all_reduce(tensors, opts, nullptr, nullptr);
+}
+
+c10::intrusive_ptr<c10d::Work> Backend::pruned_all_reduce(at::Tensor grad, spccl_prune_plan *plan,
+                                                          const spccl_prune_options &options, void *stream)
+{
+    c10d::AllreduceOptions average;
+    const OpText op{"pruned_all_reduce", static_cast<size_t>(grad.numel()), grad.scalar_type()};
+    TORCH_CHECK_VALUE(grad.is_cuda() && is_plain(grad), "spccl: ", op.str(),
+                      ": wanted a contiguous gradient in GPU memory");
+    cuda_->bind(grad.device(), op.name);
+    const bool by_engine = cuda_->route() == CudaRoute::engine;
+    average.reduceOp = c10d::ReduceOp::AVG;
+    average.asyncOp = true;
+    comm_->issue(op, average.timeout, [&](spccl_comm *raw) {
+        return by_engine ? spccl_cuda_prune_all_reduce_stage(raw, plan, grad.data_ptr(), SPCCL_AVG, &options,
+                                                             1, stream)
+                         : spccl_cuda_prune(plan, grad.data_ptr(), &options, stream);
+    });
+    std::vector<at::Tensor> one{std::move(grad)};
+    return all_reduce(one, average, by_engine ? plan : nullptr, &options);
 }
 
 bool Backend::inner_runs(const at::Tensor &t, c10d::ReduceOp::RedOpType redop, const OpText &op)

@@ -148,6 +148,11 @@ class Backend final : public c10d::Backend
     reduce_scatter_tensor_coalesced(std::vector<at::Tensor> &outputs, std::vector<at::Tensor> &inputs,
                                     const c10d::ReduceScatterOptions &opts) override;
 
+    /* Prune `grad`, in GPU memory, and average it in place. `stream` is the current one, a cudaStream_t: what need not
+     * wait for earlier collectives runs there. The plan lives until the Work is complete; the options are copied. */
+    c10::intrusive_ptr<c10d::Work> pruned_all_reduce(at::Tensor grad, spccl_prune_plan *plan,
+                                                     const spccl_prune_options &options, void *stream);
+
     /* Run by Gloo or NCCL (delegate.cpp). */
     c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor> &tensors,
                                           const c10d::ReduceOptions &opts) override;
@@ -176,13 +181,20 @@ class Backend final : public c10d::Backend
         return *cuda_;
     }
     spccl_cuda_stats cuda_stats();
-    std::string describe_link(int peer);
+    std::string describe_link(int peer)
+    {
+        return comm_->describe_link(peer);
+    }
 
   private:
     /* Gloo, for the call `op`. Throws if the group is broken or shut down. */
     c10d::Backend &gloo(const char *op);
     c10::intrusive_ptr<c10d::Work> start(Launch launch, bool async);
     std::string name_of_split(const std::vector<int> &ranks); /* split_mutex_ is held */
+    /* `plan` and `pruning`: of stage 2 of a pruned all-reduce, else NULL. */
+    c10::intrusive_ptr<c10d::Work> all_reduce(std::vector<at::Tensor> &tensors,
+                                              const c10d::AllreduceOptions &opts, spccl_prune_plan *plan,
+                                              const spccl_prune_options *pruning);
     /* Whether Gloo or NCCL runs this reduction of `t`, not spccl. Refuses one that none of them runs. Then binds the
      * group to the GPU of `t`, if it has one. */
     bool inner_runs(const at::Tensor &t, c10d::ReduceOp::RedOpType redop, const OpText &op);

@@ -225,37 +225,6 @@ c10::intrusive_ptr<c10d::Work> CudaSide::start(const Launch &launch, bool async,
     });
 }
 
-bool CudaSide::prune_next(const at::Tensor &grad, spccl_prune_plan *plan, const spccl_prune_options &options,
-                          void *stream)
-{
-    bool faster = false;
-    if (route() != CudaRoute::engine)
-        return false;
-    comm_->issue(OpText{"pruning"}, c10d::kUnsetTimeout, [&](spccl_comm *raw) {
-        const spccl_status status =
-            spccl_cuda_prune_all_reduce(raw, plan, nullptr, SPCCL_AVG, &options, stream);
-        faster = status == SPCCL_OK;
-        return status == SPCCL_ERR_UNSUPPORTED ? SPCCL_OK : status;
-    });
-    prune_plan_ = faster ? plan : nullptr;
-    prune_options_ = options;
-    prune_grad_ = faster ? grad : at::Tensor();
-    return faster;
-}
-
-void CudaSide::take_pruning(Launch &launch, const at::Tensor &tensor, bool average)
-{
-    const at::Tensor grad = std::exchange(prune_grad_, at::Tensor());
-    launch.prune_plan = std::exchange(prune_plan_, nullptr);
-    launch.prune_options = prune_options_;
-    TORCH_CHECK(launch.prune_plan == nullptr ||
-                    (average && tensor.defined() && is_plain(tensor) &&
-                     tensor.data_ptr() == grad.data_ptr() && tensor.numel() == grad.numel()),
-                "spccl: ", comm_->who(),
-                ": all_reduce: a gradient was handed over to be pruned (prune_next), and this call does not "
-                "average it; it was not pruned. Call all_reduce of that gradient next, with ReduceOp.AVG");
-}
-
 spccl_status CudaSide::apply_limit(spccl_comm *raw)
 {
     spccl_cuda_options options = SPCCL_CUDA_OPTIONS_INIT;

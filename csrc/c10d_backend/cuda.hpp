@@ -125,14 +125,6 @@ class CudaSide
         return max_ctas_.exchange(max_ctas);
     }
 
-    /* The next all-reduce, an average of `grad` in place, prunes it first. False, and nothing happens, if that is not
-     * faster than pruning before.
-     *   stream   the current one, a cudaStream_t */
-    bool prune_next(const at::Tensor &grad, spccl_prune_plan *plan, const spccl_prune_options &options,
-                    void *stream);
-    /* Move what prune_next gave, if anything, into `launch`, an all-reduce of `tensor`. Throws if it is for another one. */
-    void take_pruning(Launch &launch, const at::Tensor &tensor, bool average);
-
     /* Issue a prepared collective. The caller has called bind(). Returns NULL if not `async`. */
     c10::intrusive_ptr<c10d::Work> start(const Launch &launch, bool async, uint64_t sequence);
     /* Run `call(nccl)` as the next of the collective order; `call` sets asyncOp to false. launch.inputs and
@@ -161,10 +153,6 @@ class CudaSide
     const CudaSettings settings_;
     spccl_status apply_limit(spccl_comm *raw);
 
-    /* One thread at a time may use a group. */
-    spccl_prune_plan *prune_plan_ = nullptr; /* of prune_next */
-    spccl_prune_options prune_options_{};
-    at::Tensor prune_grad_;
     std::atomic<uint64_t> max_ctas_{0};
     uint64_t applied_max_ctas_ = 0; /* what the communicator has; used inside Comm::issue alone */
     std::mutex attach_mutex_;

@@ -134,12 +134,11 @@ int64_t limit_ctas(const GroupPtr &group, int64_t max_ctas)
     return static_cast<int64_t>(backend_of(group).cuda().limit_ctas(static_cast<uint64_t>(max_ctas)));
 }
 
-/* Let the next all_reduce, an average of `grad`, prune it first. False, and nothing happens, if that is not faster.
- *   plan, options   addresses of a spccl_prune_plan and a spccl_prune_options; the options are copied
- *   stream          the current one, a cudaStream_t */
-bool prune_next(const GroupPtr &group, const at::Tensor &grad, int64_t plan, int64_t options, int64_t stream)
+/* Backend::pruned_all_reduce; plan and options are addresses. */
+c10::intrusive_ptr<c10d::Work> pruned_all_reduce(const GroupPtr &group, const at::Tensor &grad, int64_t plan,
+                                                 int64_t options, int64_t stream)
 {
-    return backend_of(group).cuda().prune_next(grad, reinterpret_cast<spccl_prune_plan *>(plan),
+    return backend_of(group).pruned_all_reduce(grad, reinterpret_cast<spccl_prune_plan *>(plan),
                                                *reinterpret_cast<const spccl_prune_options *>(options),
                                                reinterpret_cast<void *>(stream));
 }
@@ -167,10 +166,9 @@ TORCH_LIBRARY_FRAGMENT(spccl, m)
     m.def("cuda_route(__torch__.torch.classes.c10d.ProcessGroup group) -> str", cuda_route);
     m.def("describe_link(__torch__.torch.classes.c10d.ProcessGroup group, int peer) -> str", describe_link);
     m.def("limit_ctas(__torch__.torch.classes.c10d.ProcessGroup group, int max_ctas) -> int", limit_ctas);
-    m.def("prune_next(__torch__.torch.classes.c10d.ProcessGroup group, Tensor grad, int plan, int options, "
-          "int stream) -> "
-          "bool",
-          prune_next);
+    m.def("pruned_all_reduce(__torch__.torch.classes.c10d.ProcessGroup group, Tensor grad, int plan, "
+          "int options, int stream) -> __torch__.torch.classes.c10d.Work",
+          pruned_all_reduce);
     m.def("prepare_exit(int patience_ms) -> ()", prepare_exit);
 }
 

@@ -6,7 +6,7 @@
 
 #include "torch_compat.hpp"
 
-#include <spccl.h>
+#include <spccl_experimental.h>
 
 #include <string>
 #include <vector>

@@ -84,8 +84,8 @@ spccl_status call_cuda(const Launch &l, spccl_comm *comm, void *stream)
     case c10d::OpType::ALLREDUCE:
     case c10d::OpType::BARRIER:
         if (l.prune_plan != nullptr)
-            return spccl_cuda_prune_all_reduce(comm, l.prune_plan, out, redop_of(l.reduce_op.op_),
-                                               &l.prune_options, stream);
+            return spccl_cuda_prune_all_reduce_stage(comm, l.prune_plan, out, redop_of(l.reduce_op.op_),
+                                                     &l.prune_options, 2, stream);
         return spccl_cuda_all_reduce(comm, in, out, l.n_elems, l.dtype, redop_of(l.reduce_op.op_), stream);
     case c10d::OpType::BROADCAST:
         return spccl_cuda_broadcast(comm, out, l.n_elems, l.dtype, l.op.root, stream);

@@ -53,15 +53,11 @@ static PyMethodDef methods[] = {
     {"inspect", EXT_KEYWORDS(ext_inspect), METH_VARARGS | METH_KEYWORDS,
      "inspect(encoded, offset=0) -> dict: the frame that starts at that byte"},
     {"prune_plan", ext_prune_plan, METH_VARARGS,
-     "prune_plan([(begin, n_elems, residual, velocity, state, key, whole)], n_elems, dtype, device) -> plan: "
-     "addresses as numbers, 0 = none; device -1 = host"},
-    {"prune", ext_prune, METH_VARARGS,
-     "prune(plan, grad, rule, factor, loss_scale, (norm, squares, n_squares, square, max_norm), "
-     "residual_bf16, on_gpu, "
-     "stream) -> None: addresses as numbers, 0 = none"},
-    {"prune_options", ext_prune_options, METH_VARARGS,
-     "prune_options(as prune) -> (address of the plan, address of its options, their owner): does nothing "
-     "else"},
+     "prune_plan(segments, n_elems, dtype, device) -> (owner of the plan, its address): segments as bytes "
+     "(spccl.prune.SEGMENT), device -1 = host"},
+    {"prune", ext_prune, METH_VARARGS, "prune(plan, grad, options, on_gpu, stream) -> None: addresses"},
+    {"weights_plan", ext_weights_plan, METH_VARARGS,
+     "weights_plan: as prune_plan, of own and shared weights"},
     {"weights_send", ext_weights_send, METH_VARARGS,
      "weights_send(plan, out, density, sample, leak, scale, seed, chunk, levels, stream) -> None"},
     {"weights_receive", ext_weights_receive, METH_VARARGS, "weights_receive(plan, change, stream) -> None"},

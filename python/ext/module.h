@@ -79,7 +79,7 @@ PyObject *ext_decode(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *ext_inspect(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *ext_prune_plan(PyObject *module, PyObject *args);
 PyObject *ext_prune(PyObject *module, PyObject *args);
-PyObject *ext_prune_options(PyObject *module, PyObject *args);
+PyObject *ext_weights_plan(PyObject *module, PyObject *args);
 PyObject *ext_weights_send(PyObject *module, PyObject *args);
 PyObject *ext_weights_receive(PyObject *module, PyObject *args);
 extern PyType_Spec ext_comm_spec;

@@ -219,13 +219,14 @@ class PrunedGradients(PruningHook):
         began = time.perf_counter()
         if bucket.index() == 0:
             self._begin_step()
+        call = None
         average = self._backend_averages(buffer.device)
         scale = 1.0 if average else 1.0 / dist.get_world_size(self._group)
         if buffer.is_sparse or not buffer.is_floating_point():
             buffer.mul_(scale)
             self._statistics.now.add(buffer._nnz() if buffer.is_sparse else buffer.numel(), buffer.element_size())
         else:
-            self._prune_bucket(bucket, buffer, scale, self._prunes_later(buffer, average))
+            call = self._prune_bucket(bucket, buffer, scale, self._prunes_later(buffer, average))
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         if buffer.is_sparse and average:  # NCCL and Gloo have no AVG for sparse tensors
             buffer.mul_(1.0 / dist.get_world_size(self._group))
@@ -233,16 +234,21 @@ class PrunedGradients(PruningHook):
         self._statistics.now.select_s += time.perf_counter() - began
         if bucket.is_last():
             self._end_step(bucket.index())
-        future = self._all_reduce(buffer, op)
+        future = self._all_reduce(buffer, op, call)
         if bucket.is_last():
             self._end_pass()
         return future
 
-    def _all_reduce(self, buffer: torch.Tensor, op: dist.ReduceOp) -> torch.futures.Future:
+    def _all_reduce(
+        self, buffer: torch.Tensor, op: dist.ReduceOp, call: tuple[int, int, object] | None
+    ) -> torch.futures.Future:
         if dist.get_world_size(self._group) == 1:
             return _completed(buffer)
         with self._limited():
-            work = dist.all_reduce(buffer, op=op, group=self._group, async_op=True)
+            if call is not None:
+                work = self._pruned_all_reduce(buffer, call)
+            else:
+                work = dist.all_reduce(buffer, op=op, group=self._group, async_op=True)
         if buffer.is_cuda:
             return work.get_future().then(_first_tensor)
         if buffer.is_sparse:
@@ -303,11 +309,13 @@ class PrunedGradients(PruningHook):
                 "cannot go on"
             )
 
-    def _prune_bucket(self, bucket: dist.GradBucket, buffer: torch.Tensor, scale: float, later: bool) -> None:
-        """Replace a bucket's gradients by what is sent now; `later`: in the all-reduce that follows."""
+    def _prune_bucket(
+        self, bucket: dist.GradBucket, buffer: torch.Tensor, scale: float, later: bool
+    ) -> tuple[int, int, object] | None:
+        """Replace a bucket's gradients by what is sent now; `later`: returns what the all-reduce needs to do it."""
         memory = self._memory(buffer.device)
         plan = self._plan(bucket, buffer, memory)
-        self._prune_flat(bucket.index(), buffer, plan, memory, scale, later=later)
+        return self._prune_flat(bucket.index(), buffer, plan, memory, scale, later=later)
 
     def _plan(self, bucket: dist.GradBucket, buffer: torch.Tensor, memory: hook_state.OnDevice) -> prune.Plan | None:
         """The plan of this bucket; None for an empty one. DDP may fill its buckets anew after the first step."""

@@ -16,6 +16,8 @@ factor masking) and 5 (threshold from a sample); Hough et al., "SpCCL", section 
 of the gradient, leaky error feedback). docs/KERNELS.md says how the operation works.
 """
 
+import ctypes
+import struct
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -30,6 +32,21 @@ MAX_OVERSHOOT = 4
 # Columns of the int64 tensor that holds `spccl_prune_state`; the first two are float64.
 THRESHOLD, LOSS_SCALE, STEP, N_SENT, N_SENT_ALL, N_NONFINITE_ALL = range(6)
 STATE_COLUMNS = 6
+# spccl_prune_segment: first element, elements, addresses of residual, velocity and state, key, whole. Also
+# spccl_weights_segment, with own and shared weights for residual and velocity.
+SEGMENT = struct.Struct("=QQQQQII")
+
+
+class Options(ctypes.Structure):
+    """`spccl_prune_options`, field by field."""
+
+    _fields_ = (
+        ("struct_bytes", ctypes.c_size_t),
+        *((name, ctypes.c_double) for name in ("density", "sample", "momentum", "leak", "scale", "max_norm")),
+        *((name, ctypes.c_void_p) for name in ("norm", "squares", "factor", "loss_scale")),
+        *((name, ctypes.c_uint32) for name in ("n_squares", "square", "dense_steps", "warmup_steps", "seed")),
+        *((name, ctypes.c_uint32) for name in ("keep_thresholds", "skip_zeros", "residual_bf16")),
+    )
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -38,7 +55,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Rule(NamedTuple):
-    """Settings of one call, the same for every parameter. The C extension takes them in this order.
+    """Settings of one call, the same for every parameter: fields of `Options`.
 
     density       wanted share of entries sent, (0, 1]; 1 sends everything
     sample        share of entries looked at to find the threshold, (0, 1]; at least 32 / density entries
@@ -49,7 +66,6 @@ class Rule(NamedTuple):
     warmup_steps  steps after those in which the density falls geometrically
     seed          of the sampled places, 0 to 2^32 - 1
     skip_zeros    leave a parameter alone whose whole gradient is 0
-    stage         on CUDA, 1: only find thresholds; 2: only prune, after a call with 1; 0: both
     """
 
     density: float
@@ -61,7 +77,6 @@ class Rule(NamedTuple):
     warmup_steps: int = 0
     seed: int = 0
     skip_zeros: bool = False
-    stage: int = 0
 
 
 class Clip(NamedTuple):
@@ -148,39 +163,45 @@ class Plan:
             raise ValueError(f"spccl.prune: residuals of {sorted(map(str, residual_dtypes))}, wanted one dtype")
         self._residual_bf16 = torch.bfloat16 in residual_dtypes
         self.numel, self.dtype, self.device = numel, dtype, device
-        rows = [
-            (begin, s.numel, _address(s.residual), _address(s.velocity), _address(s.state), s.key, not s.pruned)
+        rows = b"".join(
+            SEGMENT.pack(
+                begin, s.numel, _address(s.residual), _address(s.velocity), _address(s.state), s.key, not s.pruned
+            )
             for begin, s in segments
-        ]
+        )
         ordinal = -1 if device.type == "cpu" else device.index
         self._memory = [(s.residual, s.velocity, s.state) for s in self.slots]  # the plan holds their addresses
-        self._plan = _ext.prune_plan(rows, numel, str(dtype).removeprefix("torch."), ordinal)
+        self._owner, self._plan = _ext.prune_plan(rows, numel, str(dtype).removeprefix("torch."), ordinal)
 
     def run(self, grad: torch.Tensor, rule: Rule, *given: Any, **named: Any) -> None:
         """Replace `grad` [numel] by the entries to send, and keep the others in the slots.
 
-        Args: given, named: those of `arguments`.
+        Args: given, named: those of `_options`.
         On CUDA this queues two or three kernels on the current stream and does not wait; a graph may capture them.
         """
-        _ext.prune(*self.arguments(grad, rule, *given, **named))
+        options = self._options(grad, rule, *given, **named)
+        on_gpu = self.device.type == "cuda"
+        stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
+        _ext.prune(self._plan, grad.data_ptr(), ctypes.addressof(options), on_gpu, stream)
 
     def call(self, grad: torch.Tensor, rule: Rule, *given: Any, **named: Any) -> tuple[int, int, object]:
-        """What `torch.ops.spccl.prune_next` needs for an all-reduce that does what `run` does first, on CUDA.
+        """What `torch.ops.spccl.pruned_all_reduce` needs to do what `run` does, on CUDA.
 
-        Args: given, named: those of `arguments`.
+        Args: given, named: those of `_options`.
         Returns: (address of a spccl_prune_plan, address of spccl_prune_options, the object that owns the options).
         """
-        return _ext.prune_options(*self.arguments(grad, rule, *given, **named))
+        options = self._options(grad, rule, *given, **named)
+        return self._plan, ctypes.addressof(options), options
 
-    def arguments(
+    def _options(
         self,
         grad: torch.Tensor,
         rule: Rule,
         factor: torch.Tensor | None = None,
         loss_scale: torch.Tensor | None = None,
         clip: Clip | None = None,
-    ) -> tuple[Any, ...]:
-        """Check one call, and give it as the C extension takes it.
+    ) -> Options:
+        """Check one call, and give its options.
 
         Args:
             factor: [1] float32 beside grad: multiplies the gradient first.
@@ -198,19 +219,25 @@ class Plan:
         for name, tensor in given:
             if tensor is not None and tensor.device != self.device:
                 raise ValueError(f"spccl.prune: {name} is on {tensor.device}, wanted {self.device}")
-        on_gpu = self.device.type == "cuda"
-        stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
-        clipping = (0, 0, 0, 0, 0.0) if clip is None else self._clipping(clip)
-        options = (_address(factor), _address(loss_scale), clipping, self._residual_bf16)
-        return self._plan, grad.data_ptr(), rule, *options, on_gpu, stream
+        options = Options(
+            struct_bytes=ctypes.sizeof(Options),
+            factor=_address(factor),
+            loss_scale=_address(loss_scale),
+            residual_bf16=self._residual_bf16,
+            **rule._asdict(),
+        )
+        if clip is not None:
+            self._set_clip(options, clip)
+        return options
 
-    def _clipping(self, clip: Clip) -> tuple[int, int, int, int, float]:
-        """`clip` as the C extension takes it. Raises: ValueError for a tensor of another dtype."""
+    def _set_clip(self, options: Options, clip: Clip) -> None:
+        """Raises: ValueError for a tensor of another dtype."""
         wide = wide_dtype(self.dtype)
         for name, tensor, wanted in (("norm", clip.norm, wide), ("squares", clip.squares, torch.float64)):
             if tensor.dtype != wanted or not tensor.is_contiguous():
                 raise ValueError(f"spccl.prune: {name} is {tensor.dtype}, wanted contiguous {wanted}")
-        return _address(clip.norm), _address(clip.squares), clip.squares.numel(), clip.square, clip.max_norm
+        options.norm, options.squares = _address(clip.norm), _address(clip.squares)
+        options.n_squares, options.square, options.max_norm = clip.squares.numel(), clip.square, clip.max_norm
 
 
 def _check_slot(slot: Slot, dtype: torch.dtype, device: torch.device) -> None:

@@ -29,7 +29,7 @@ enum route { ANY_ROUTE, BY_LISTS, BY_FRAMES };
 struct scene {
     uint64_t seed;
     size_t n, n_segments;
-    bool odd, staged, no_residual; /* staged: thresholds in a call of their own */
+    bool odd, staged, no_residual; /* staged: two calls */
     bool clips;                    /* with the norms of N_SQUARES buckets, a factor and a loss scale */
     enum route route;              /* wanted */
     spccl_redop op;
@@ -193,13 +193,11 @@ static inline spccl_status call_lists(const struct rank_ctx *c, const struct sce
 {
     cudaStream_t on = rank_buffers[c->rank].on;
     spccl_prune_options o = options_of(s, side);
-    if (s->staged) {
-        spccl_status st;
-        o.stage = 1;
-        st = spccl_cuda_prune(side->plan, side->grad, &o, on);
-        if (st != SPCCL_OK)
+    for (int stage = 1; s->staged && stage <= 2; stage++) {
+        spccl_status st =
+            spccl_cuda_prune_all_reduce_stage(c->comm, side->plan, side->grad, s->op, &o, stage, on);
+        if (st != SPCCL_OK || stage == 2)
             return st;
-        o.stage = 2;
     }
     return spccl_cuda_prune_all_reduce(c->comm, side->plan, side->grad, s->op, &o, on);
 }
@@ -213,21 +211,26 @@ static inline spccl_status call_both(const struct rank_ctx *c, const struct scen
                : spccl_cuda_all_reduce(c->comm, side->grad, side->grad, s->n, SPCCL_FLOAT32, s->op, on);
 }
 
-/* Bytes of frames that this rank has sent, after all its calls. */
-static inline uint64_t frame_bytes(const struct rank_ctx *c)
+/* What this rank has done, after all its calls. */
+static inline spccl_cuda_stats stats_now(const struct rank_ctx *c)
 {
     spccl_cuda_stats stats = {.struct_bytes = sizeof stats};
     CHECK_OK(spccl_cuda_wait(c->comm, rank_buffers[c->rank].on, wait_ms()));
     CHECK_OK(spccl_cuda_get_stats(c->comm, &stats));
-    return stats.wire_bytes_sent;
+    return stats;
 }
-/* Calls since frame_bytes gave `before` have taken the route. */
-static inline void check_route(const struct rank_ctx *c, enum route route, uint64_t before)
+/* The call since stats_now gave `before` has taken the route. `is_new`: it was not captured before. */
+static inline void check_route(const struct rank_ctx *c, enum route route, const spccl_cuda_stats *before,
+                               bool is_new)
 {
-    uint64_t n = frame_bytes(c) - before;
+    spccl_cuda_stats now = stats_now(c);
+    uint64_t n = now.wire_bytes_sent - before->wire_bytes_sent;
     CHECK(route != BY_LISTS || n == 0, "rank %d: %llu bytes of frames were sent in place of lists", c->rank,
           (unsigned long long)n);
     CHECK(route != BY_FRAMES || n != 0, "rank %d: no frames were sent", c->rank);
+    n = now.n_pruned_by_lists - before->n_pruned_by_lists;
+    CHECK(route == ANY_ROUTE || !is_new || n == (route == BY_LISTS), "rank %d: %llu calls by lists", c->rank,
+          (unsigned long long)n);
 }
 
 static inline void begin(struct rank_ctx *c, const struct scene *s, struct side *sides)
@@ -251,11 +254,10 @@ static inline void one_scene(struct rank_ctx *c, const struct scene *s)
     struct side sides[2];
     begin(c, s, sides);
     for (int step = 0; step < s->n_steps; step++) {
-        uint64_t frames = s->route == ANY_ROUTE ? 0 : frame_bytes(c);
+        spccl_cuda_stats before = stats_now(c);
         load_gradient(c, s, step, sides);
         CHECK_OK(call_lists(c, s, &sides[0]));
-        if (s->route != ANY_ROUTE)
-            check_route(c, s->route, frames);
+        check_route(c, s->route, &before, true);
         CHECK_OK(call_both(c, s, &sides[1]));
         compare_sides(c, s, sides);
     }

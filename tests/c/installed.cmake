@@ -1,7 +1,7 @@
 # Installs a build of spccl and builds examples/c against it, outside of the source tree, as a user would, with
 # find_package. The paths have spaces. installed_pkg_config.sh then does the same with pkg-config.
 #   cmake -DBUILD=<build folder> -DEXAMPLE=<examples/c> -DWORK=<folder to use> -DCC=<compiler>
-#         -DNVCC=<CUDA compiler or empty> -DVERSION=0.1.0 -P installed.cmake
+#         -DNVCC=<CUDA compiler or empty> -DVERSION=0.2.0 -P installed.cmake
 cmake_minimum_required(VERSION 3.22)
 set(prefix "${WORK}/an installed spccl")
 set(example "${WORK}/an example")
@@ -22,7 +22,7 @@ must(${CMAKE_COMMAND} --install "${BUILD}" --prefix "${prefix}")
 
 # The headers of channels: for C, and, with a CUDA compiler, the example's kernel.
 file(COPY "${EXAMPLE}/../channels" DESTINATION "${WORK}")
-file(WRITE "${WORK}/channel.c" "#include <spccl_channel.h>\nint main(void)\n{\n    spccl_channels_destroy(0);\n    return 0;\n}\n")
+file(WRITE "${WORK}/channel.c" "#include <spccl_channel.h>\n#include <spccl_experimental.h>\nint main(void)\n{\n    spccl_channels_destroy(0);\n    return 0;\n}\n")
 file(GLOB_RECURSE header "${prefix}/*/spccl_channel.h")
 get_filename_component(include_dir "${header}" DIRECTORY)
 must("${CC}" -fsyntax-only -Wall -Werror "-I${include_dir}" "${WORK}/channel.c")

@@ -4,6 +4,7 @@
 #include "fake_gpu.h"
 #include "ranks.h"
 #include "spccl_channel.h"
+#include "spccl_experimental.h"
 
 #include <stddef.h>
 
@@ -17,26 +18,28 @@ ENDS_WITH(spccl_frame_info, values_off);
 ENDS_WITH(spccl_config, schedule);
 ENDS_WITH(spccl_store, get);
 ENDS_WITH(spccl_stats, buffer_bytes);
-ENDS_WITH(spccl_cuda_config, between_hosts);
+ENDS_WITH(spccl_cuda_config, caller_orders);
 ENDS_WITH(spccl_cuda_options, max_ctas);
 ENDS_WITH(spccl_cuda_stats, n_remote);
 ENDS_WITH(spccl_info_entry, why);
-ENDS_WITH(spccl_prune_options, reserved);
+ENDS_WITH(spccl_prune_options, residual_bf16);
+ENDS_WITH(spccl_weights_options, levels);
 ENDS_WITH(spccl_channels_config, window);
 
-/* The sizes of version 0.1: what a program compiled with it passes. They never change; a field that is added
+/* The sizes of version 0.2: what a program compiled with it passes. They never change; a field that is added
  * gets a line of its own here with the new size. */
-_Static_assert(sizeof(spccl_encode_options) == 24, "0.1");
-_Static_assert(sizeof(spccl_frame_info) == 72, "0.1");
-_Static_assert(sizeof(spccl_config) == 72, "0.1");
-_Static_assert(sizeof(spccl_store) == 32, "0.1");
-_Static_assert(sizeof(spccl_stats) == 176, "0.1");
-_Static_assert(sizeof(spccl_cuda_config) == 40, "0.1");
-_Static_assert(sizeof(spccl_cuda_options) == 16, "0.1");
-_Static_assert(sizeof(spccl_cuda_stats) == 184, "0.1");
-_Static_assert(sizeof(spccl_info_entry) == 40, "0.1");
-_Static_assert(sizeof(spccl_prune_options) == 136, "0.1");
-_Static_assert(sizeof(spccl_channels_config) == 40, "0.1");
+_Static_assert(sizeof(spccl_encode_options) == 24, "0.2");
+_Static_assert(sizeof(spccl_frame_info) == 72, "0.2");
+_Static_assert(sizeof(spccl_config) == 72, "0.2");
+_Static_assert(sizeof(spccl_store) == 32, "0.2");
+_Static_assert(sizeof(spccl_stats) == 176, "0.2");
+_Static_assert(sizeof(spccl_cuda_config) == 40, "0.2");
+_Static_assert(sizeof(spccl_cuda_options) == 16, "0.2");
+_Static_assert(sizeof(spccl_cuda_stats) == 192, "0.2");
+_Static_assert(sizeof(spccl_info_entry) == 40, "0.2");
+_Static_assert(sizeof(spccl_prune_options) == 120, "0.2");
+_Static_assert(sizeof(spccl_weights_options) == 56, "0.2");
+_Static_assert(sizeof(spccl_channels_config) == 40, "0.2");
 /* What kernels of users read: another size or place needs another SPCCL_CHANNEL_LAYOUT. */
 _Static_assert(SPCCL_CHANNEL_LAYOUT == 1 && sizeof(spccl_channel_state) == 64 &&
                    sizeof(spccl_channel_report) == 32 && sizeof(spccl_channel_base) == 80 &&
@@ -44,8 +47,8 @@ _Static_assert(SPCCL_CHANNEL_LAYOUT == 1 && sizeof(spccl_channel_state) == 64 &&
                    sizeof(spccl_trigger) == 32 && offsetof(spccl_channel_base, report) == 72,
                "layout 1");
 /* Without struct_bytes: they lie in GPU memory or come as an array, and never change. */
-_Static_assert(sizeof(spccl_prune_state) == 48, "0.1");
-_Static_assert(sizeof(spccl_prune_segment) == 48, "0.1");
+_Static_assert(sizeof(spccl_prune_state) == 48, "0.2");
+_Static_assert(sizeof(spccl_prune_segment) == 48 && sizeof(spccl_weights_segment) == 48, "0.2");
 
 #define NEWER(type)                                                                                          \
     struct {                                                                                                 \
@@ -199,8 +202,9 @@ static void gpu_rank(struct rank_ctx *c)
     struct {
         size_t struct_bytes;
         int device;
-        uint32_t max_ctas;
-    } older = {sizeof older, 0, 2};
+        int32_t decline;
+        uint64_t max_ctas;
+    } older = {sizeof older, 0, 0, 2};
     NEWER(spccl_cuda_config) newer = {SPCCL_CUDA_CONFIG_INIT, 1};
     struct {
         struct {
@@ -257,8 +261,28 @@ static void test_prune_options(void)
           (unsigned long long)state.n_sent);
     newer.added = CANARY;
     CHECK_FAILS(spccl_prune(plan, grad, (void *)&newer), SPCCL_ERR_ARG,
-                "spccl_prune_options: got 144 bytes with byte 136 not zero");
+                "spccl_prune_options: got 128 bytes with byte 120 not zero");
     spccl_prune_plan_destroy(plan);
+}
+
+static void test_weights_options(void)
+{
+    struct {
+        size_t struct_bytes;
+        double density;
+    } older = {sizeof older, 1};
+    NEWER(spccl_weights_options) newer = {SPCCL_WEIGHTS_OPTIONS_INIT, CANARY};
+    float own[3] = {1, 2, 3}, shared[3] = {0}, out[3];
+    spccl_prune_state state = {0};
+    spccl_weights_segment s = {.n_elems = 3, .own = own, .shared = shared, .state = &state};
+    spccl_weights_plan *plan = NULL;
+    CHECK_OK(spccl_weights_plan_create(&s, 1, 3, SPCCL_FLOAT32, -1, &plan));
+    CHECK_OK(spccl_weights_send(plan, out, (void *)&older, NULL));
+    CHECK(state.n_sent == 3 && out[0] == 1, "fields that are not there take the defaults");
+    newer.known.struct_bytes = sizeof newer;
+    CHECK_FAILS(spccl_weights_send(plan, out, (void *)&newer, NULL), SPCCL_ERR_ARG,
+                "spccl_weights_options: got 64 bytes with byte 56 not zero");
+    spccl_weights_plan_destroy(plan);
 }
 
 static void test_gpu_encode(void)
@@ -291,6 +315,7 @@ int main(int argc, char **argv)
         {"stats", test_stats},
         {"info", test_info},
         {"prune_options", test_prune_options},
+        {"weights_options", test_weights_options},
         {"gpu", test_gpu},
         {"gpu_encode", test_gpu_encode},
         {NULL, NULL},

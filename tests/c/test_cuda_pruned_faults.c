@@ -162,15 +162,12 @@ static void without_lists(struct rank_ctx *c)
         s.options.dense_steps = i == 2 ? 1 : 0;
         s.options.density = i == 3 ? 1 : 0.1;
         s.route = i == 3 && has_room ? BY_LISTS : BY_FRAMES;
+        s.staged = i % 2 == 1;
         one_scene(c, &s);
     }
     begin(c, &s, sides);
-    s.options.scale = 0.5;
-    CHECK(spccl_cuda_prune_all_reduce(c->comm, sides[0].plan, NULL, s.op, &s.options, NULL) ==
-                  SPCCL_ERR_UNSUPPORTED &&
-              strstr(spccl_last_error(), "options.scale is not 1") != NULL,
-          "%s", spccl_last_error());
-    s.options.scale = 1;
+    CHECK(spccl_cuda_prune_all_reduce(c->comm, sides[0].plan, NULL, s.op, NULL, NULL) == SPCCL_ERR_ARG, "%s",
+          spccl_last_error());
     CHECK(spccl_cuda_prune_all_reduce(c->comm, NULL, sides[0].grad, SPCCL_SUM, NULL, NULL) == SPCCL_ERR_ARG &&
               strstr(spccl_last_error(), "plan is NULL") != NULL,
           "%s", spccl_last_error());
@@ -178,8 +175,9 @@ static void without_lists(struct rank_ctx *c)
                                       NULL) == SPCCL_ERR_ARG &&
               strstr(spccl_last_error(), "host memory") != NULL,
           "%s", spccl_last_error());
-    s.options.stage = 1;
-    CHECK(call_lists(c, &s, &sides[0]) == SPCCL_ERR_ARG && strstr(spccl_last_error(), "stage is 1") != NULL,
+    CHECK(spccl_cuda_prune_all_reduce_stage(c->comm, sides[0].plan, sides[0].grad, SPCCL_SUM, NULL, 3,
+                                            NULL) == SPCCL_ERR_ARG &&
+              strstr(spccl_last_error(), "stage is 3") != NULL,
           "%s", spccl_last_error());
     end(c, sides);
 }

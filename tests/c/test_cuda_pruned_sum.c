@@ -54,7 +54,7 @@ static void test_same_bits(void)
 static void in_a_row(struct rank_ctx *c)
 {
     const struct rank_buffer *m = &rank_buffers[c->rank];
-    spccl_cuda_stats stats = {.struct_bytes = sizeof stats};
+    spccl_cuda_stats stats;
     struct side sides[2];
     struct scene s = {.seed = 77, .n = 20000, .n_segments = 3, .op = SPCCL_SUM};
     const int n_steps = is_small ? 6 : 20; /* rank 0 waits for all of them at once */
@@ -64,7 +64,6 @@ static void in_a_row(struct rank_ctx *c)
     s.options.density = 0.1;
     begin(c, &s, sides);
     load_gradient(c, &s, 0, sides);
-    CHECK_OK(spccl_cuda_prune_all_reduce(c->comm, sides[0].plan, NULL, s.op, &s.options, m->on)); /* asks */
     for (int k = 0; k < 2; k++)
         for (int step = 0; step < n_steps; step++) {
             CHECK_OK(k == 0 ? call_lists(c, &s, &sides[k]) : call_both(c, &s, &sides[k]));
@@ -75,11 +74,11 @@ static void in_a_row(struct rank_ctx *c)
                     spccl_cuda_broadcast(c->comm, (uint8_t *)sides[k].grad, 700, SPCCL_FLOAT32, 1, m->on));
         }
     compare_sides(c, &s, sides);
-    CHECK_OK(spccl_cuda_get_stats(c->comm, &stats));
+    stats = stats_now(c);
     CHECK(stats.n_collectives == 2 * (uint64_t)(n_steps + (n_steps + 4) / 5), "%llu collectives",
           (unsigned long long)stats.n_collectives);
     CHECK_OK(call_lists(c, &s, &sides[0]));
-    check_route(c, BY_LISTS, stats.wire_bytes_sent);
+    check_route(c, BY_LISTS, &stats, true);
     end(c, sides);
 }
 
@@ -107,10 +106,10 @@ static void captured(struct rank_ctx *c)
         CUDA_OK(cudaStreamEndCapture(m->on, &graph));
         CUDA_OK(cudaGraphInstantiate(&exec, graph, 0));
         for (int step = 0; step < (is_small ? 3 : 10); step++) {
-            uint64_t frames = frame_bytes(c);
+            spccl_cuda_stats stats = stats_now(c);
             load_gradient(c, &s, step, sides);
             CUDA_OK(cudaGraphLaunch(exec, m->on));
-            check_route(c, before == 0 ? BY_FRAMES : BY_LISTS, frames);
+            check_route(c, before == 0 ? BY_FRAMES : BY_LISTS, &stats, false);
             CHECK_OK(call_both(c, &s, &sides[1]));
             compare_sides(c, &s, sides);
         }

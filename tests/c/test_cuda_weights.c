@@ -89,22 +89,22 @@ static void fill(spccl_dtype dtype, bool equal_magnitudes)
 
 /* The same segments twice: in host memory, and in GPU memory. The weights of each begin at a multiple of 16
  * bytes. */
-static size_t cut(spccl_dtype dtype, size_t n, spccl_prune_segment *host, spccl_prune_segment *gpu)
+static size_t cut(spccl_dtype dtype, size_t n, spccl_weights_segment *host, spccl_weights_segment *gpu)
 {
     size_t n_segments = 1 + next_rand(&rng) % (n < 40 ? 1 : 12), begin = 0, offset = 0;
     for (size_t i = 0; i < n_segments; i++) {
         size_t left = n - begin - (n_segments - i - 1);
         size_t here = i + 1 == n_segments ? left : 1 + next_rand(&rng) % (1 + left / 2);
-        host[i] = (spccl_prune_segment){.begin = begin,
-                                        .n_elems = here,
-                                        .residual = g.own.host + offset,
-                                        .velocity = g.common.host + offset,
-                                        .state = (spccl_prune_state *)(void *)g.states.host + i,
-                                        .key = (uint32_t)i,
-                                        .whole = next_rand(&rng) % 8 == 0};
+        host[i] = (spccl_weights_segment){.begin = begin,
+                                          .n_elems = here,
+                                          .own = g.own.host + offset,
+                                          .shared = g.common.host + offset,
+                                          .state = (spccl_prune_state *)(void *)g.states.host + i,
+                                          .key = (uint32_t)i,
+                                          .whole = next_rand(&rng) % 8 == 0};
         gpu[i] = host[i];
-        gpu[i].residual = g.own.gpu + offset;
-        gpu[i].velocity = g.common.gpu + offset;
+        gpu[i].own = g.own.gpu + offset;
+        gpu[i].shared = g.common.gpu + offset;
         gpu[i].state = (spccl_prune_state *)(void *)g.states.gpu + i;
         begin += here;
         offset += (here * spccl_dtype_bytes(dtype) + 15) / 16 * 16;
@@ -120,13 +120,13 @@ static void test_same_bits(void)
         spccl_dtype dtype = round % 3 == 2 ? SPCCL_FLOAT64 : SPCCL_FLOAT32;
         size_t n = sizes[next_rand(&rng) % (is_small || is_slow ? 10 : 11)], n_segments;
         size_t skew = next_rand(&rng) % 5 * spccl_dtype_bytes(dtype);
-        spccl_prune_segment on_host[N_STATES], on_gpu[N_STATES];
-        spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
-        spccl_prune_plan *host = NULL, *gpu = NULL;
+        spccl_weights_segment on_host[N_STATES], on_gpu[N_STATES];
+        spccl_weights_options o = SPCCL_WEIGHTS_OPTIONS_INIT;
+        spccl_weights_plan *host = NULL, *gpu = NULL;
         fill(dtype, round % 8 == 6);
         n_segments = cut(dtype, n, on_host, on_gpu);
-        CHECK_OK(spccl_prune_plan_create(on_host, n_segments, n, dtype, -1, &host));
-        CHECK_OK(spccl_prune_plan_create(on_gpu, n_segments, n, dtype, 0, &gpu));
+        CHECK_OK(spccl_weights_plan_create(on_host, n_segments, n, dtype, -1, &host));
+        CHECK_OK(spccl_weights_plan_create(on_gpu, n_segments, n, dtype, 0, &gpu));
         o.chunk = round % 4 < 2 ? 0 : 256u << next_rand(&rng) % 5;
         o.levels = o.chunk != 0 && next_rand(&rng) % 2 != 0 ? 2 : 0;
         o.keep_thresholds = o.chunk == 0 && round % 2 == 0;
@@ -143,23 +143,23 @@ static void test_same_bits(void)
         compare(&g.own, "own weights", n, dtype);
         compare(&g.common, "common weights", n, dtype);
         compare(&g.states, "states", n, dtype);
-        spccl_prune_plan_destroy(host);
-        spccl_prune_plan_destroy(gpu);
+        spccl_weights_plan_destroy(host);
+        spccl_weights_plan_destroy(gpu);
     }
 }
 
 static void test_bad_input(void)
 {
-    spccl_prune_segment s = {.n_elems = 10,
-                             .residual = g.own.gpu,
-                             .velocity = g.common.gpu,
-                             .state = (spccl_prune_state *)(void *)g.states.gpu};
-    spccl_prune_plan *plan = NULL;
+    spccl_weights_segment s = {.n_elems = 10,
+                               .own = g.own.gpu,
+                               .shared = g.common.gpu,
+                               .state = (spccl_prune_state *)(void *)g.states.gpu};
+    spccl_weights_plan *plan = NULL;
     float *host = (float *)malloc(64);
-    CHECK_OK(spccl_prune_plan_create(&s, 1, 10, SPCCL_FLOAT32, 0, &plan));
+    CHECK_OK(spccl_weights_plan_create(&s, 1, 10, SPCCL_FLOAT32, 0, &plan));
     CHECK_FAILS(spccl_weights_send(plan, host, NULL, g.on), SPCCL_ERR_ARG, "host memory");
     CHECK_FAILS(spccl_weights_receive(plan, host, g.on), SPCCL_ERR_ARG, "the plan is for GPU 0");
-    spccl_prune_plan_destroy(plan);
+    spccl_weights_plan_destroy(plan);
     free(host);
 }
 

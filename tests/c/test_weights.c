@@ -18,11 +18,11 @@ static void *at(spccl_dtype dtype, double *x, size_t i)
 }
 
 /* Segments of 1000, 4000 (whole), 3 elements, the last one behind LEFT_OUT elements of the buffer. */
-static spccl_prune_plan *make(spccl_dtype dtype)
+static spccl_weights_plan *make(spccl_dtype dtype)
 {
     static const size_t lengths[N_SEGMENTS] = {1000, 4000, 3};
-    spccl_prune_segment segments[N_SEGMENTS];
-    spccl_prune_plan *plan = NULL;
+    spccl_weights_segment segments[N_SEGMENTS];
+    spccl_weights_plan *plan = NULL;
     size_t first = 0;
     memset(&a, 0, sizeof a);
     for (size_t i = 0; i < N; i++) {
@@ -37,17 +37,17 @@ static spccl_prune_plan *make(spccl_dtype dtype)
     for (size_t i = 0; i < N + LEFT_OUT; i++)
         put(dtype, a.out, i, 77);
     for (size_t i = 0; i < N_SEGMENTS; i++) {
-        segments[i] = (spccl_prune_segment){.begin = first + (i == 2 ? LEFT_OUT : 0),
-                                            .n_elems = lengths[i],
-                                            .residual = at(dtype, a.own, first),
-                                            .velocity = at(dtype, a.common, first),
-                                            .state = &a.states[i],
-                                            .key = (uint32_t)i,
-                                            .whole = i == 1};
+        segments[i] = (spccl_weights_segment){.begin = first + (i == 2 ? LEFT_OUT : 0),
+                                              .n_elems = lengths[i],
+                                              .own = at(dtype, a.own, first),
+                                              .shared = at(dtype, a.common, first),
+                                              .state = &a.states[i],
+                                              .key = (uint32_t)i,
+                                              .whole = i == 1};
         a.states[i].threshold = 0.75;
         first += lengths[i];
     }
-    CHECK_OK(spccl_prune_plan_create(segments, N_SEGMENTS, N + LEFT_OUT, dtype, -1, &plan));
+    CHECK_OK(spccl_weights_plan_create(segments, N_SEGMENTS, N + LEFT_OUT, dtype, -1, &plan));
     return plan;
 }
 
@@ -76,8 +76,8 @@ static void test_rule(void)
 {
     for (int round = 0; round < 4; round++) {
         spccl_dtype dtype = round % 2 != 0 ? SPCCL_FLOAT64 : SPCCL_FLOAT32;
-        spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
-        spccl_prune_plan *plan = make(dtype);
+        spccl_weights_options o = SPCCL_WEIGHTS_OPTIONS_INIT;
+        spccl_weights_plan *plan = make(dtype);
         double own[2], common[2];
         o.keep_thresholds = 1;
         o.scale = 0.5;
@@ -102,27 +102,27 @@ static void test_rule(void)
                   "float32 sums");
         CHECK(a.states[0].step == 1 && a.states[1].n_sent == 4000, "%llu sent of the whole segment",
               (unsigned long long)a.states[1].n_sent);
-        spccl_prune_plan_destroy(plan);
+        spccl_weights_plan_destroy(plan);
     }
 }
 
 static void test_sampled_threshold(void)
 {
-    spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
-    spccl_prune_plan *plan = make(SPCCL_FLOAT32);
+    spccl_weights_options o = SPCCL_WEIGHTS_OPTIONS_INIT;
+    spccl_weights_plan *plan = make(SPCCL_FLOAT32);
     o.density = 0.05;
     o.sample = 1;
     CHECK_OK(spccl_weights_send(plan, a.out, &o, NULL));
     CHECK(a.states[0].n_sent == 50, "%llu sent of 1000, wanted 50", (unsigned long long)a.states[0].n_sent);
     CHECK(a.states[0].threshold > 0.75, "threshold %g", a.states[0].threshold);
-    spccl_prune_plan_destroy(plan);
+    spccl_weights_plan_destroy(plan);
 }
 
 static void test_nonfinite(void)
 {
     for (int d = 0; d < 2; d++) {
         spccl_dtype dtype = d != 0 ? SPCCL_FLOAT64 : SPCCL_FLOAT32;
-        spccl_prune_plan *plan = make(dtype);
+        spccl_weights_plan *plan = make(dtype);
         static const size_t bad[] = {0, 999, 1000, 4999};
         for (size_t i = 0; i < 4; i++)
             put(dtype, a.own, bad[i], i % 2 != 0 ? INFINITY : NAN);
@@ -132,31 +132,28 @@ static void test_nonfinite(void)
                   "element %zu: sent %g, weight %g", bad[i], get(dtype, a.out, bad[i]),
                   get(dtype, a.own, bad[i]));
         CHECK(a.states[0].n_nonfinite_all == 2 && a.states[1].n_nonfinite_all == 2, "they are counted");
-        spccl_prune_plan_destroy(plan);
+        spccl_weights_plan_destroy(plan);
     }
 }
 
 static void test_bad_input(void)
 {
-    spccl_prune_plan *plan = make(SPCCL_FLOAT32), *other = NULL;
-    spccl_prune_segment s = {.n_elems = 10, .residual = a.own, .state = a.states};
-    spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
+    spccl_weights_plan *plan = make(SPCCL_FLOAT32), *other = NULL;
+    spccl_weights_segment s = {.n_elems = 10, .own = a.own, .state = a.states};
+    spccl_weights_options o = SPCCL_WEIGHTS_OPTIONS_INIT;
     CHECK_FAILS(spccl_weights_send(NULL, a.out, NULL, NULL), SPCCL_ERR_ARG, "plan is NULL");
     CHECK_FAILS(spccl_weights_receive(plan, NULL, NULL), SPCCL_ERR_ARG, "the buffer is NULL");
     CHECK_FAILS(spccl_weights_send(plan, (uint8_t *)a.out + 2, NULL, NULL), SPCCL_ERR_ARG, "aligned to 4");
-    o.momentum = 0.5;
-    CHECK_FAILS(spccl_weights_send(plan, a.out, &o, NULL), SPCCL_ERR_ARG, "options.momentum is set");
-    o.momentum = 0;
     o.density = 2;
     CHECK_FAILS(spccl_weights_send(plan, a.out, &o, NULL), SPCCL_ERR_ARG, "options.density");
-    CHECK_OK(spccl_prune_plan_create(&s, 1, 10, SPCCL_FLOAT32, -1, &other));
-    CHECK_FAILS(spccl_weights_send(other, a.out, NULL, NULL), SPCCL_ERR_ARG, "has no velocity");
-    spccl_prune_plan_destroy(other);
-    s.velocity = a.common;
-    CHECK_OK(spccl_prune_plan_create(&s, 1, 10, SPCCL_BFLOAT16, -1, &other));
-    CHECK_FAILS(spccl_weights_receive(other, a.out, NULL), SPCCL_ERR_DTYPE, "a plan of bfloat16");
-    spccl_prune_plan_destroy(other);
-    spccl_prune_plan_destroy(plan);
+    CHECK_FAILS(spccl_weights_plan_create(&s, 1, 10, SPCCL_FLOAT32, -1, &other), SPCCL_ERR_ARG,
+                "has no shared weights");
+    s.shared = a.common;
+    CHECK_FAILS(spccl_weights_plan_create(&s, 1, 10, SPCCL_BFLOAT16, -1, &other), SPCCL_ERR_DTYPE,
+                "wanted float32 or float64");
+    CHECK_FAILS(spccl_weights_plan_create(&s, 1, 10, SPCCL_FLOAT32, -1, NULL), SPCCL_ERR_ARG, "out is NULL");
+    CHECK(other == NULL, "a plan was made");
+    spccl_weights_plan_destroy(plan);
 }
 
 int main(int argc, char **argv)

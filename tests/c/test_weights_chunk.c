@@ -41,10 +41,10 @@ static double difference(enum kind kind, size_t i)
 }
 
 /* A segment that is pruned, and one that is sent whole. */
-static spccl_prune_plan *make(spccl_dtype dtype, enum kind kind)
+static spccl_weights_plan *make(spccl_dtype dtype, enum kind kind)
 {
-    spccl_prune_segment segments[2];
-    spccl_prune_plan *plan = NULL;
+    spccl_weights_segment segments[2];
+    spccl_weights_plan *plan = NULL;
     memset(&a, 0, sizeof a);
     for (size_t i = 0; i < N + N_WHOLE; i++) {
         double z = kind == NORMAL ? normal() : 0;
@@ -55,13 +55,13 @@ static spccl_prune_plan *make(spccl_dtype dtype, enum kind kind)
     for (size_t i = 0; i < LEFT_OUT + N + N_WHOLE; i++)
         put(dtype, a.out, i, 77);
     for (size_t i = 0; i < 2; i++)
-        segments[i] = (spccl_prune_segment){.begin = LEFT_OUT + i * N,
-                                            .n_elems = i == 0 ? N : N_WHOLE,
-                                            .residual = at(dtype, a.own, i * N),
-                                            .velocity = at(dtype, a.common, i * N),
-                                            .state = &a.states[i],
-                                            .whole = i == 1};
-    CHECK_OK(spccl_prune_plan_create(segments, 2, LEFT_OUT + N + N_WHOLE, dtype, -1, &plan));
+        segments[i] = (spccl_weights_segment){.begin = LEFT_OUT + i * N,
+                                              .n_elems = i == 0 ? N : N_WHOLE,
+                                              .own = at(dtype, a.own, i * N),
+                                              .shared = at(dtype, a.common, i * N),
+                                              .state = &a.states[i],
+                                              .whole = i == 1};
+    CHECK_OK(spccl_weights_plan_create(segments, 2, LEFT_OUT + N + N_WHOLE, dtype, -1, &plan));
     return plan;
 }
 
@@ -137,7 +137,7 @@ static void check_levels(spccl_dtype dtype, size_t from, size_t n, const bool *s
           "levels %g, %g are not bfloat16", low, high);
 }
 
-static void check_chunks(spccl_dtype dtype, const spccl_prune_options *o)
+static void check_chunks(spccl_dtype dtype, const spccl_weights_options *o)
 {
     static bool sent[SP_CHUNK_MOST];
     uint64_t n_sent = 0;
@@ -167,8 +167,8 @@ static void test_chunks(void)
     static const double densities[] = {0.0001, 0.01, 0.085, 0.5, 0.999};
     for (int round = 0; round < 180; round++) {
         spccl_dtype dtype = round % 2 != 0 ? SPCCL_FLOAT64 : SPCCL_FLOAT32;
-        spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
-        spccl_prune_plan *plan = make(dtype, (enum kind)(round % N_KINDS));
+        spccl_weights_options o = SPCCL_WEIGHTS_OPTIONS_INIT;
+        spccl_weights_plan *plan = make(dtype, (enum kind)(round % N_KINDS));
         o.chunk = chunks[round % 3];
         o.density = densities[round / 2 % 5];
         o.levels = round % 4 < 2 ? 2 : 0;
@@ -180,28 +180,28 @@ static void test_chunks(void)
             CHECK(get(dtype, a.out, LEFT_OUT + i) == change_of(dtype, i) * o.scale, "whole: element %zu", i);
         for (size_t i = 0; i < LEFT_OUT; i++)
             CHECK(get(dtype, a.out, i) == 77, "an element of no segment was written");
-        spccl_prune_plan_destroy(plan);
+        spccl_weights_plan_destroy(plan);
     }
 }
 
 /* Density 1 sends everything as it is, also with levels. */
 static void test_all(void)
 {
-    spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
-    spccl_prune_plan *plan = make(SPCCL_FLOAT32, NORMAL);
+    spccl_weights_options o = SPCCL_WEIGHTS_OPTIONS_INIT;
+    spccl_weights_plan *plan = make(SPCCL_FLOAT32, NORMAL);
     o.chunk = 4096, o.levels = 2, o.density = 1;
     CHECK_OK(spccl_weights_send(plan, a.out, &o, NULL));
     for (size_t i = 0; i < N + N_WHOLE; i++)
         CHECK(get(SPCCL_FLOAT32, a.out, LEFT_OUT + i) == change_of(SPCCL_FLOAT32, i), "element %zu", i);
-    spccl_prune_plan_destroy(plan);
+    spccl_weights_plan_destroy(plan);
 }
 
 static void test_nonfinite(void)
 {
     for (int d = 0; d < 4; d++) {
         spccl_dtype dtype = d % 2 != 0 ? SPCCL_FLOAT64 : SPCCL_FLOAT32;
-        spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
-        spccl_prune_plan *plan = make(dtype, NORMAL);
+        spccl_weights_options o = SPCCL_WEIGHTS_OPTIONS_INIT;
+        spccl_weights_plan *plan = make(dtype, NORMAL);
         static const size_t bad[] = {0, 255, 256, 8999};
         for (size_t i = 0; i < 4; i++)
             put(dtype, a.own, bad[i], i == 0 ? NAN : i % 2 != 0 ? INFINITY : -INFINITY);
@@ -216,15 +216,15 @@ static void test_nonfinite(void)
               (unsigned long long)a.states[0].n_nonfinite_all);
         CHECK(a.states[0].n_sent == 35 * 3 + 1, "%llu sent, wanted 3 of each 256 and 1 of the last 40",
               (unsigned long long)a.states[0].n_sent);
-        spccl_prune_plan_destroy(plan);
+        spccl_weights_plan_destroy(plan);
     }
 }
 
 static void test_bad_input(void)
 {
-    spccl_prune_plan *plan = make(SPCCL_FLOAT32, NORMAL);
+    spccl_weights_plan *plan = make(SPCCL_FLOAT32, NORMAL);
     static const uint32_t bad[] = {1, 128, 1000, 8192};
-    spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
+    spccl_weights_options o = SPCCL_WEIGHTS_OPTIONS_INIT;
     for (size_t i = 0; i < 4; i++) {
         o.chunk = bad[i];
         CHECK_FAILS(spccl_weights_send(plan, a.out, &o, NULL), SPCCL_ERR_ARG,
@@ -236,11 +236,9 @@ static void test_bad_input(void)
     o.levels = 0, o.keep_thresholds = 1;
     CHECK_FAILS(spccl_weights_send(plan, a.out, &o, NULL), SPCCL_ERR_ARG, "chunks have no threshold");
     o.keep_thresholds = 0;
-    CHECK_FAILS(spccl_prune(plan, a.out, &o), SPCCL_ERR_ARG, "spccl_prune: options.chunk is set");
     o.chunk = 0, o.levels = 2;
     CHECK_FAILS(spccl_weights_send(plan, a.out, &o, NULL), SPCCL_ERR_ARG, "options.levels is 2 with chunk 0");
-    CHECK_FAILS(spccl_prune(plan, a.out, &o), SPCCL_ERR_ARG, "spccl_prune: options.levels is set");
-    spccl_prune_plan_destroy(plan);
+    spccl_weights_plan_destroy(plan);
 }
 
 int main(int argc, char **argv)

@@ -1,4 +1,4 @@
-"""Pruning calls that an all-reduce carries out (spccl.prune.Plan.call), and calls in stages. tests/gpu runs them."""
+"""Pruning calls that an all-reduce carries out (spccl.prune.Plan.call). tests/gpu runs them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="spccl.prune is for torch, and none is installed")
 
-import spccl  # noqa: E402
 from spccl import prune  # noqa: E402
 
 N = 5000
@@ -27,11 +26,3 @@ def test_a_call_changes_nothing():
     assert owner is not None
     assert torch.equal(grad, before)
     assert int(slot.state[prune.STEP]) == 0
-
-
-def test_stages_are_for_cuda():
-    plan, _ = plan_of_one()
-    with pytest.raises(spccl.Error, match=r"options\.stage is 1, wanted 0"):
-        plan.run(torch.randn(N), prune.Rule(0.01, 0.001, 1.0, 0.0, stage=1))
-    with pytest.raises(spccl.Error, match="stage"):
-        plan.run(torch.randn(N), prune.Rule(0.01, 0.001, 1.0, 0.0, stage=3))

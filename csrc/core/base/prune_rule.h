@@ -250,15 +250,19 @@ static inline SP_HD sp_prune_factors sp_prune_factors_now(const spccl_prune_opti
 }
 
 /* Update the state after a call. The caller has set the threshold before. */
+static inline SP_HD void sp_prune_count(spccl_prune_state *st, uint64_t n_sent, uint64_t n_nonfinite)
+{
+    st->n_sent = n_sent;
+    st->n_sent_all += n_sent;
+    st->n_nonfinite_all += n_nonfinite;
+    st->step++;
+}
 static inline SP_HD void sp_prune_advance(const spccl_prune_options *o, spccl_prune_state *st,
                                           uint64_t n_sent, uint64_t n_nonfinite)
 {
     if (o->loss_scale != NULL && *o->loss_scale != 0)
         st->loss_scale = (double)*o->loss_scale;
-    st->n_sent = n_sent;
-    st->n_sent_all += n_sent;
-    st->n_nonfinite_all += n_nonfinite;
-    st->step++;
+    sp_prune_count(st, n_sent, n_nonfinite);
 }
 
 /* Update the state after a call that left the segment alone. */

@@ -12,6 +12,13 @@
 #define SP_WEIGHTS_RULE_H
 
 #include "core/base/prune_rule.h"
+#include "spccl_experimental.h"
+
+/* Whether a segment is sent whole. */
+static inline SP_HD bool sp_weights_whole(const spccl_weights_options *o, const spccl_weights_segment *s)
+{
+    return s->whole != 0 || (float)o->density >= 1.0f;
+}
 
 /* sp_weights_elem_NAME: one element. `sent` counts zeros too where the segment is sent whole, as pruning
  * does. */

@@ -4,8 +4,8 @@
 #ifndef SP_GPU_H
 #define SP_GPU_H
 
-#include "core/base/prune_rule.h"
 #include "core/base/status.h"
+#include "core/base/weights_rule.h"
 #include "core/contract/remote.h"
 
 #include <stdbool.h>
@@ -136,13 +136,16 @@ typedef struct sp_gpu_decode_args {
     uint32_t *status; /* in device memory: 0, or -spccl_status (FORMAT, VERSION, FRAME) of the first error */
 } sp_gpu_decode_args;
 
-/* ---- pruning on GPU memory ---- */
+/* ---- pruning and weights on GPU memory ---- */
 
 /* A segment, in GPU memory. A call leaves its factors and counts here. */
 typedef struct sp_gpu_prune_row {
-    spccl_prune_segment segment;
+    union {
+        spccl_prune_segment segment;
+        spccl_weights_segment weights;
+    };
     uint64_t first_tile, end_tile; /* its tiles, of those of all segments */
-    sp_prune_factors factors;      /* of this call: the sampling kernel writes them */
+    sp_prune_factors factors;      /* of this call: the sampling kernel of gradients writes them */
     uint64_t n_sent, n_nonfinite;  /* in this call so far; 0 between calls */
     uint64_t has_nonzero;          /* with skip_zeros: some g of this call is not zero; 0 between calls */
 } sp_gpu_prune_row;
@@ -156,7 +159,7 @@ typedef struct sp_gpu_prune_table {
     uint64_t lost_nonfinite; /* an element that is inf or nan found no room */
 } sp_gpu_prune_table;
 
-/* spccl_prune_options.stage. */
+/* What a launch does: all, only find thresholds, or only prune with them. */
 enum { SP_PRUNE_STAGE_BOTH, SP_PRUNE_STAGE_SAMPLE, SP_PRUNE_STAGE_PASS };
 
 /* Elements that a CTA prunes at a time; state_bytes: of an element of the residual. */
@@ -168,8 +171,18 @@ typedef struct sp_gpu_prune_args {
     sp_gpu_prune_table *table; /* in GPU memory: the table, then rows [n_segments] sorted by begin */
     uint32_t n_segments;
     uint64_t n_tiles, most_elems; /* most_elems: of the largest segment */
+    uint32_t stage;
     spccl_prune_options options;
 } sp_gpu_prune_args;
+
+typedef struct sp_gpu_weights_args {
+    void *buffer; /* what is sent, or the change that is received */
+    spccl_dtype dtype;
+    sp_gpu_prune_table *table; /* as of sp_gpu_prune_args */
+    uint32_t n_segments;
+    uint64_t n_tiles;
+    spccl_weights_options options; /* of sending */
+} sp_gpu_weights_args;
 
 struct sp_pruned_sum_args; /* pruned_lists.h */
 
@@ -247,9 +260,8 @@ typedef struct sp_gpu_ops {
     spccl_status (*prune)(const sp_gpu_prune_args *a, void *stream);
     /* Prune, then sum what the ranks of one host send. */
     spccl_status (*pruned_sum)(const struct sp_pruned_sum_args *a, void *stream);
-    spccl_status (*weights_send)(const sp_gpu_prune_args *a, void *stream); /* grad: where to write */
-    spccl_status (*weights_receive)(const sp_gpu_prune_args *a,
-                                    void *stream); /* grad: what to read; no options */
+    spccl_status (*weights_send)(const sp_gpu_weights_args *a, void *stream);
+    spccl_status (*weights_receive)(const sp_gpu_weights_args *a, void *stream);
     /* Allocate memory of a GPU and copy `host` to it; waits for the copy. Free it with unload. */
     spccl_status (*upload)(int ordinal, const void *host, size_t bytes, void **out);
     void (*unload)(int ordinal, void *device);

@@ -44,6 +44,7 @@ typedef struct sp_gpu_comm {
     unsigned long long last_stream, last_capture, last_capture_stream; /* ids; 0 = none */
     uint32_t max_ctas; /* of the calls from now on; 0: as many as the group has */
     uint32_t n_launches;
+    uint64_t n_by_lists;                   /* of them, pruned all-reduces that exchange lists */
     sp_gpu_launch history[SP_GPU_HISTORY]; /* index: seq modulo SP_GPU_HISTORY */
 
     pthread_mutex_t channels_mu;     /* guards the list */

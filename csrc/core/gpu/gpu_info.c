@@ -57,6 +57,7 @@ spccl_status spccl_cuda_get_stats(spccl_comm *comm, spccl_cuda_stats *out)
         }
         pthread_mutex_lock(&g->mu);
         s.n_collectives = g->n_launches;
+        s.n_pruned_by_lists = g->n_by_lists;
         pthread_mutex_unlock(&g->mu);
         for (uint32_t w = 0; w < g->shape.n_workers; w++) {
             const sp_inbox_state *local = (const sp_inbox_state *)states + w;

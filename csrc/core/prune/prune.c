@@ -30,6 +30,16 @@ static spccl_status check_range(const char *call, const char *name, double value
               : SP_FAIL(SPCCL_ERR_ARG, "%s: options.%s is %g, wanted %s", call, name, value, wanted);
 }
 
+spccl_status sp_prune_check_shares(const char *call, double density, double sample, double leak, double scale)
+{
+    SP_TRY(check_range(call, "density", density, density > 0 && density <= 1, "a number in (0, 1]"));
+    SP_TRY(check_range(call, "sample", sample, sample > 0 && sample <= 1, "a number in (0, 1]"));
+    SP_TRY(check_range(call, "leak", leak, leak > 0 && leak <= 1, "a number in (0, 1]"));
+    /* A negative scale would write -0 where nothing is sent. A scale of 0 would lose what is sent. */
+    return check_range(call, "scale", scale, scale >= (double)FLT_MIN && scale <= (double)FLT_MAX,
+                       "a number above 0 that float32 holds");
+}
+
 spccl_status sp_prune_options_get(const spccl_prune_options *given, spccl_dtype dtype, const char *call,
                                   spccl_prune_options *o)
 {
@@ -38,12 +48,8 @@ spccl_status sp_prune_options_get(const spccl_prune_options *given, spccl_dtype 
     SP_TRY(check_range(call, "residual_bf16", (double)o->residual_bf16, o->residual_bf16 <= 1, "0 or 1"));
     SP_TRY(check_range(call, "residual_bf16", (double)o->residual_bf16,
                        o->residual_bf16 == 0 || dtype != SPCCL_FLOAT64, "0 with float64 gradients"));
-    SP_TRY(check_range(call, "stage", (double)o->stage, o->stage <= 2, "0, 1 or 2"));
-    SP_TRY(check_range(call, "density", o->density, o->density > 0 && o->density <= 1, "a number in (0, 1]"));
-    SP_TRY(check_range(call, "sample", o->sample, o->sample > 0 && o->sample <= 1, "a number in (0, 1]"));
     SP_TRY(check_range(call, "momentum", o->momentum, o->momentum >= 0 && o->momentum < 1,
                        "a number in [0, 1)"));
-    SP_TRY(check_range(call, "leak", o->leak, o->leak > 0 && o->leak <= 1, "a number in (0, 1]"));
     if (o->norm != NULL) {
         if (o->squares == NULL || o->square >= o->n_squares)
             return SP_FAIL(SPCCL_ERR_ARG,
@@ -52,26 +58,7 @@ spccl_status sp_prune_options_get(const spccl_prune_options *given, spccl_dtype 
                            call, (void *)o->squares, (unsigned)o->n_squares, (unsigned)o->square);
         SP_TRY(check_range(call, "max_norm", o->max_norm, o->max_norm > 0, "a number above 0"));
     }
-    /* A negative scale would write -0 where nothing is sent. A scale of 0 would lose what is sent. */
-    return check_range(call, "scale", o->scale, o->scale >= (double)FLT_MIN && o->scale <= (double)FLT_MAX,
-                       "a number above 0 that float32 holds");
-}
-
-spccl_status sp_prune_refuse_chunk(const spccl_prune_options *o, const char *call)
-{
-    return o->chunk == 0 && o->levels == 0
-               ? SPCCL_OK
-               : SP_FAIL(SPCCL_ERR_ARG, "%s: options.%s is set, wanted 0: it is for weights", call,
-                         o->chunk != 0 ? "chunk" : "levels");
-}
-
-spccl_status sp_prune_refuse_stage(const spccl_prune_options *o, const char *call)
-{
-    return o->stage == 0 ? SPCCL_OK
-                         : SP_FAIL(SPCCL_ERR_ARG,
-                                   "%s: options.stage is %u, wanted 0: it is for spccl_cuda_prune and "
-                                   "spccl_cuda_prune_all_reduce",
-                                   call, (unsigned)o->stage);
+    return sp_prune_check_shares(call, o->density, o->sample, o->leak, o->scale);
 }
 
 /* Residual or velocity from element i of the segment on; NULL stays NULL. */
@@ -384,20 +371,16 @@ spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spccl_prune_o
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_prune: the plan is for GPU %d: use spccl_cuda_prune",
                        plan->device);
     SP_TRY(sp_prune_options_get(options, plan->dtype, "spccl_prune", &o));
-    SP_TRY(sp_prune_refuse_chunk(&o, "spccl_prune"));
-    SP_TRY(sp_prune_refuse_stage(&o, "spccl_prune"));
     elem_bytes = sp_dtype_bytes(plan->dtype);
-    if ((uintptr_t)grad % elem_bytes != 0)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_prune: grad is %p, wanted an address aligned to %zu bytes", grad,
-                       elem_bytes);
+    SP_TRY(sp_prune_check_memory("spccl_prune", "grad", grad, elem_bytes, -1));
     if (o.norm != NULL)
         o.squares[o.square] = sp_prune_square_now(&o, plan->dtype == SPCCL_FLOAT64);
     for (size_t i = 0; i < plan->n_segments; i++) {
-        const spccl_prune_segment *s = &plan->segments[i];
+        const spccl_prune_segment *s = &plan->segments[i].prune;
         size_t k = i + 1; /* the next segment that is sampled */
-        while (k < plan->n_segments && plan->segments[k].whole != 0)
+        while (k < plan->n_segments && plan->segments[k].prune.whole != 0)
             k++;
-        run_segment(plan, &o, s, k < plan->n_segments ? &plan->segments[k] : NULL,
+        run_segment(plan, &o, s, k < plan->n_segments ? &plan->segments[k].prune : NULL,
                     (uint8_t *)grad + s->begin * elem_bytes);
     }
     return SPCCL_OK;

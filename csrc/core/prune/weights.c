@@ -1,62 +1,37 @@
 /* weights.c - spccl_weights_send and spccl_weights_receive on the host, and their arguments on both.
  * The rules are in weights_rule.h and chunk_rule.h. */
+#include "core/base/abi.h"
 #include "core/base/chunk_rule.h"
-#include "core/base/weights_rule.h"
 #include "core/gpu/gpu_comm.h"
 #include "core/prune/prune_plan.h"
 
-/* Errors unless the plan's segments have weights of both kinds, and `buffer` is aligned. */
-static spccl_status check(const spccl_prune_plan *plan, const void *buffer, const char *call)
+static spccl_status check(const spccl_weights_plan *plan, const void *buffer, const char *call)
 {
-    size_t align;
     if (plan == NULL || buffer == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "%s: %s is NULL", call, plan == NULL ? "plan" : "the buffer");
-    align = sp_dtype_bytes(plan->dtype);
-    if (plan->dtype != SPCCL_FLOAT32 && plan->dtype != SPCCL_FLOAT64)
-        return SP_FAIL(SPCCL_ERR_DTYPE, "%s: a plan of %s, wanted float32 or float64", call,
-                       sp_dtype_name(plan->dtype));
-    if ((uintptr_t)buffer % align != 0)
-        return SP_FAIL(SPCCL_ERR_ARG, "%s: the buffer is %p, wanted an address aligned to %zu bytes", call,
-                       buffer, align);
-    for (size_t i = 0; i < plan->n_segments; i++)
-        if (plan->segments[i].residual == NULL || plan->segments[i].velocity == NULL)
-            return SP_FAIL(
-                SPCCL_ERR_ARG,
-                "%s: the segment at element %zu has no %s, wanted own weights as residual and shared "
-                "weights as velocity",
-                call, plan->segments[i].begin, plan->segments[i].residual == NULL ? "residual" : "velocity");
-    return SPCCL_OK;
+    return sp_prune_check_memory(call, "the buffer", buffer, sp_dtype_bytes(plan->plan.dtype),
+                                 plan->plan.device);
 }
 
-static spccl_status check_options(const spccl_prune_options *o)
+static spccl_status get_options(const spccl_weights_options *given, const char *call,
+                                spccl_weights_options *o)
 {
-    const char *used = o->momentum != 0        ? "momentum"
-                       : o->skip_zeros != 0    ? "skip_zeros"
-                       : o->factor != NULL     ? "factor"
-                       : o->norm != NULL       ? "norm"
-                       : o->loss_scale != NULL ? "loss_scale"
-                       : o->dense_steps != 0   ? "dense_steps"
-                       : o->warmup_steps != 0  ? "warmup_steps"
-                       : o->residual_bf16 != 0 ? "residual_bf16"
-                                               : NULL;
-    if (used != NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_weights_send: options.%s is set, wanted 0: it is for gradients",
-                       used);
+    *o = (spccl_weights_options)SPCCL_WEIGHTS_OPTIONS_INIT;
+    SP_TRY(sp_options_copy("spccl_weights_options", given, o, sizeof *o));
+    SP_TRY(sp_prune_check_shares(call, o->density, o->sample, o->leak, o->scale));
     if (o->chunk != 0 &&
         (o->chunk < SP_CHUNK_LEAST || o->chunk > SP_CHUNK_MOST || (o->chunk & (o->chunk - 1)) != 0))
-        return SP_FAIL(SPCCL_ERR_ARG,
-                       "spccl_weights_send: options.chunk is %u, wanted 0 or a power of 2 from %u to %u",
+        return SP_FAIL(SPCCL_ERR_ARG, "%s: options.chunk is %u, wanted 0 or a power of 2 from %u to %u", call,
                        o->chunk, SP_CHUNK_LEAST, SP_CHUNK_MOST);
     if (o->chunk != 0 && o->keep_thresholds != 0)
         return SP_FAIL(SPCCL_ERR_ARG,
-                       "spccl_weights_send: options.chunk and options.keep_thresholds are set, "
-                       "wanted one of them: chunks have no threshold");
-    return o->levels == 0 || (o->levels == 2 && o->chunk != 0)
-               ? SPCCL_OK
-               : SP_FAIL(
-                     SPCCL_ERR_ARG,
-                     "spccl_weights_send: options.levels is %u with chunk %u, wanted 0, or 2 with a chunk",
-                     o->levels, o->chunk);
+                       "%s: options.chunk and options.keep_thresholds are set, wanted one of them: chunks "
+                       "have no threshold",
+                       call);
+    if (o->levels != 0 && (o->levels != 2 || o->chunk == 0))
+        return SP_FAIL(SPCCL_ERR_ARG, "%s: options.levels is %u with chunk %u, wanted 0, or 2 with a chunk",
+                       call, o->levels, o->chunk);
+    return SPCCL_OK;
 }
 
 /* The three steps on one segment: differences; pruning; own weights, and scaling what is sent. And receiving. w own
@@ -117,81 +92,78 @@ static spccl_status check_options(const spccl_prune_options *o)
 WEIGHTS(f32, float)
 WEIGHTS(f64, double)
 
-static void send_segment(const spccl_prune_plan *plan, const spccl_prune_segment *s, void *out,
-                         const spccl_prune_options *o)
+static void send_segment(const spccl_prune_plan *plan, const spccl_weights_segment *s, void *out,
+                         const spccl_weights_options *o)
 {
-    spccl_prune_segment bare = *s; /* the difference is pruned as a gradient without residual */
+    /* The difference is pruned as a gradient without residual. keep_.. scales: to see what is sent it needs the
+     * difference, which scaling may round to 0. */
+    const spccl_prune_segment difference = {s->begin, s->n_elems, NULL, NULL, s->state, s->key, s->whole};
+    spccl_prune_options prune = SPCCL_PRUNE_OPTIONS_INIT;
     bool wide = plan->dtype == SPCCL_FLOAT64;
-    uint64_t n_nonfinite = wide ? subtract_f64(s->residual, s->velocity, out, s->n_elems)
-                                : subtract_f32(s->residual, s->velocity, out, s->n_elems);
-    spccl_prune_options prune = *o;
-    bare.residual = bare.velocity = NULL;
-    prune.leak = 1;
-    prune.scale =
-        1; /* keep_.. scales: to see what is sent it needs the difference, which scaling may round to 0 */
-    sp_prune_segment_run(plan, &prune, &bare, out);
+    uint64_t n_nonfinite = wide ? subtract_f64(s->own, s->shared, out, s->n_elems)
+                                : subtract_f32(s->own, s->shared, out, s->n_elems);
+    prune.density = o->density;
+    prune.sample = o->sample;
+    prune.seed = o->seed;
+    prune.keep_thresholds = o->keep_thresholds;
+    sp_prune_segment_run(plan, &prune, &difference, out);
     s->state->n_nonfinite_all += n_nonfinite;
     if (wide)
-        keep_f64(s->residual, s->velocity, out, s->n_elems, o->leak, o->scale);
+        keep_f64(s->own, s->shared, out, s->n_elems, o->leak, o->scale);
     else
-        keep_f32(s->residual, s->velocity, out, s->n_elems, (float)o->leak, (float)o->scale);
+        keep_f32(s->own, s->shared, out, s->n_elems, (float)o->leak, (float)o->scale);
 }
 
-/* `buffer` must be memory of the plan's GPU. Then run `launch` with that GPU current. */
-static spccl_status launch_on(const spccl_prune_plan *plan, sp_gpu_prune_args *a, const char *call,
-                              spccl_status (*launch)(const sp_gpu_prune_args *a, void *stream), void *stream)
+/* Fill in all of `a` but the buffer and the options, and run `launch` with the plan's GPU current. */
+static spccl_status launch_on(const spccl_prune_plan *plan, sp_gpu_weights_args *a,
+                              spccl_status (*launch)(const sp_gpu_weights_args *a, void *stream),
+                              void *stream)
 {
-    const sp_gpu_ops *ops = sp_gpu_ops_here();
-    int ordinal = -1, before;
+    int before;
     spccl_status st;
-    SP_TRY(ops->device_of(a->grad, &ordinal));
-    if (ordinal != plan->device)
-        return SP_FAIL(SPCCL_ERR_ARG, "%s: the buffer (%p) is %s memory, the plan is for GPU %d", call,
-                       a->grad, ordinal < 0 ? "host" : "another GPU's", plan->device);
     a->dtype = plan->dtype;
     a->table = plan->table;
     a->n_segments = (uint32_t)plan->n_segments;
     a->n_tiles = plan->n_tiles;
-    SP_TRY(ops->enter(plan->device, &before));
+    SP_TRY(sp_gpu_ops_here()->enter(plan->device, &before));
     st = launch(a, stream);
-    ops->leave(before);
+    sp_gpu_ops_here()->leave(before);
     return st;
 }
 
-spccl_status spccl_weights_send(spccl_prune_plan *plan, void *out, const spccl_prune_options *options,
+spccl_status spccl_weights_send(spccl_weights_plan *plan, void *out, const spccl_weights_options *options,
                                 void *stream)
 {
-    sp_gpu_prune_args a = {.grad = out};
-    SP_TRY(check(plan, out, "spccl_weights_send"));
-    SP_TRY(sp_prune_options_get(options, plan->dtype, "spccl_weights_send", &a.options));
-    SP_TRY(sp_prune_refuse_stage(&a.options, "spccl_weights_send"));
-    SP_TRY(check_options(&a.options));
-    if (plan->device >= 0)
-        return launch_on(plan, &a, "spccl_weights_send", sp_gpu_ops_here()->weights_send, stream);
-    for (size_t i = 0; i < plan->n_segments; i++) {
-        const spccl_prune_segment *s = &plan->segments[i];
-        void *at = (uint8_t *)out + s->begin * sp_dtype_bytes(plan->dtype);
-        if (a.options.chunk != 0 && !sp_prune_factors_now(&a.options, s, false).whole)
-            sp_weights_chunk_run(plan, &a.options, s, at);
+    const char *call = "spccl_weights_send";
+    sp_gpu_weights_args a = {.buffer = out};
+    SP_TRY(check(plan, out, call));
+    SP_TRY(get_options(options, call, &a.options));
+    if (plan->plan.device >= 0)
+        return launch_on(&plan->plan, &a, sp_gpu_ops_here()->weights_send, stream);
+    for (size_t i = 0; i < plan->plan.n_segments; i++) {
+        const spccl_weights_segment *s = &plan->plan.segments[i].weights;
+        void *at = (uint8_t *)out + s->begin * sp_dtype_bytes(plan->plan.dtype);
+        if (a.options.chunk != 0 && !sp_weights_whole(&a.options, s))
+            sp_weights_chunk_run(plan->plan.dtype, &a.options, s, at);
         else
-            send_segment(plan, s, at, &a.options);
+            send_segment(&plan->plan, s, at, &a.options);
     }
     return SPCCL_OK;
 }
 
-spccl_status spccl_weights_receive(spccl_prune_plan *plan, const void *change, void *stream)
+spccl_status spccl_weights_receive(spccl_weights_plan *plan, const void *change, void *stream)
 {
-    sp_gpu_prune_args a = {.grad = (void *)(uintptr_t)change};
+    sp_gpu_weights_args a = {.buffer = (void *)(uintptr_t)change};
     SP_TRY(check(plan, change, "spccl_weights_receive"));
-    if (plan->device >= 0)
-        return launch_on(plan, &a, "spccl_weights_receive", sp_gpu_ops_here()->weights_receive, stream);
-    for (size_t i = 0; i < plan->n_segments; i++) {
-        const spccl_prune_segment *s = &plan->segments[i];
-        const uint8_t *at = (const uint8_t *)change + s->begin * sp_dtype_bytes(plan->dtype);
-        if (plan->dtype == SPCCL_FLOAT64)
-            receive_f64(s->residual, s->velocity, (const double *)at, s->n_elems);
+    if (plan->plan.device >= 0)
+        return launch_on(&plan->plan, &a, sp_gpu_ops_here()->weights_receive, stream);
+    for (size_t i = 0; i < plan->plan.n_segments; i++) {
+        const spccl_weights_segment *s = &plan->plan.segments[i].weights;
+        const uint8_t *at = (const uint8_t *)change + s->begin * sp_dtype_bytes(plan->plan.dtype);
+        if (plan->plan.dtype == SPCCL_FLOAT64)
+            receive_f64(s->own, s->shared, (const double *)at, s->n_elems);
         else
-            receive_f32(s->residual, s->velocity, (const float *)at, s->n_elems);
+            receive_f32(s->own, s->shared, (const float *)at, s->n_elems);
     }
     return SPCCL_OK;
 }

@@ -124,21 +124,21 @@ static uint32_t magnitude_f64(double d, bool finite)
 CHUNK(f32, float)
 CHUNK(f64, double)
 
-void sp_weights_chunk_run(const spccl_prune_plan *plan, const spccl_prune_options *o,
-                          const spccl_prune_segment *s, void *out)
+void sp_weights_chunk_run(spccl_dtype dtype, const spccl_weights_options *o, const spccl_weights_segment *s,
+                          void *out)
 {
     struct chunk c = {.levels = o->levels, .leak = o->leak, .scale = o->scale};
-    float *out32 = out, *w32 = s->residual;
-    double *out64 = out, *w64 = s->residual;
-    const float *z32 = s->velocity;
-    const double *z64 = s->velocity;
+    float *out32 = out, *w32 = s->own;
+    double *out64 = out, *w64 = s->own;
+    const float *z32 = s->shared;
+    const double *z64 = s->shared;
     for (size_t at = 0; at < s->n_elems; at += c.n) {
         c.n = (uint32_t)sp_min_size(o->chunk, s->n_elems - at);
         c.wanted = (uint32_t)sp_prune_rank(c.n, o->density);
-        if (plan->dtype == SPCCL_FLOAT64)
+        if (dtype == SPCCL_FLOAT64)
             send_f64(&c, w64 + at, z64 + at, out64 + at);
         else
             send_f32(&c, w32 + at, z32 + at, out32 + at);
     }
-    sp_prune_advance(o, s->state, c.n_sent, c.n_nonfinite);
+    sp_prune_count(s->state, c.n_sent, c.n_nonfinite);
 }

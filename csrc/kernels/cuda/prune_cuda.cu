@@ -79,7 +79,7 @@ static const char launching[] = "launch of a pruning kernel";
 static spccl_status launch_samples(const sp_gpu_prune_args *a, const sp_prune_kernels &k, uint32_t n_ctas,
                                    void *stream)
 {
-    if (a->options.stage == SP_PRUNE_STAGE_PASS)
+    if (a->stage == SP_PRUNE_STAGE_PASS)
         return SPCCL_OK;
     uint64_t n_samples = sp_prune_samples_most(a->most_elems, (float)a->options.density, a->options.sample);
     if (a->options.skip_zeros != 0)
@@ -96,7 +96,7 @@ extern "C" spccl_status sp_prune_cuda(const sp_gpu_prune_args *a, void *stream)
     SP_TRY(prepare(index, &n_resident));
     n_ctas = (uint32_t)sp_min_size((size_t)n_resident, a->n_tiles);
     SP_TRY(launch_samples(a, k, n_ctas, stream));
-    if (a->options.stage == SP_PRUNE_STAGE_SAMPLE)
+    if (a->stage == SP_PRUNE_STAGE_SAMPLE)
         return SPCCL_OK;
     return sp_launch(k.prune, {n_ctas, SP_PRUNE_THREADS, k.prune_shared_bytes}, a, stream, launching);
 }

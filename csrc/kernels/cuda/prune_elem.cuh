@@ -106,7 +106,7 @@ template <> struct sp_prune_factors_as<double> {
     }
 };
 
-__device__ __forceinline__ sp_gpu_prune_row *sp_prune_rows(const sp_gpu_prune_args &a)
+template <class ARGS> __device__ __forceinline__ sp_gpu_prune_row *sp_prune_rows(const ARGS &a)
 {
     return (sp_gpu_prune_row *)(a.table + 1);
 }
@@ -146,11 +146,27 @@ struct sp_prune_tally {
     }
 };
 
+// Take what a call has counted in a row to the state of its segment.
+__device__ __forceinline__ void sp_prune_take_counts(const sp_gpu_prune_args &a, const sp_gpu_prune_row &row)
+{
+    if (sp_prune_skips(a, row))
+        sp_prune_advance_skipped(row.segment.state);
+    else
+        sp_prune_advance(&a.options, row.segment.state, *(volatile const uint64_t *)&row.n_sent,
+                         *(volatile const uint64_t *)&row.n_nonfinite);
+}
+
+__device__ __forceinline__ void sp_prune_take_counts(const sp_gpu_weights_args &, const sp_gpu_prune_row &row)
+{
+    sp_prune_count(row.weights.state, *(volatile const uint64_t *)&row.n_sent,
+                   *(volatile const uint64_t *)&row.n_nonfinite);
+}
+
 // The end of a CTA of THREADS threads: is it the last one? Each has added its counts; it passes a fence, then counts itself
 // as done. So the last one sees all counts. It writes the states of all segments, and zeros for the next call.
 // is_last: a word of shared memory.
-template <uint32_t THREADS>
-__device__ __forceinline__ bool sp_prune_end(const sp_gpu_prune_args &a, uint32_t *is_last)
+template <uint32_t THREADS, class ARGS>
+__device__ __forceinline__ bool sp_prune_end(const ARGS &a, uint32_t *is_last)
 {
     __threadfence();
     __syncthreads();
@@ -162,11 +178,7 @@ __device__ __forceinline__ bool sp_prune_end(const sp_gpu_prune_args &a, uint32_
     __threadfence();
     for (uint32_t i = threadIdx.x; i < a.n_segments; i += THREADS) {
         sp_gpu_prune_row &row = sp_prune_rows(a)[i];
-        if (sp_prune_skips(a, row))
-            sp_prune_advance_skipped(row.segment.state);
-        else
-            sp_prune_advance(&a.options, row.segment.state, *(volatile uint64_t *)&row.n_sent,
-                             *(volatile uint64_t *)&row.n_nonfinite);
+        sp_prune_take_counts(a, row);
         row.n_sent = row.n_nonfinite = row.has_nonzero = 0;
     }
     if (threadIdx.x == 0)

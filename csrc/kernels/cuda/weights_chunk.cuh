@@ -197,41 +197,42 @@ template <class S> struct sp_chunk_part {
 // One chunk, or a part of a segment that is sent whole. Both weights are read once, `out` is written once, own weights
 // where they change. Returns what it has sent and what was not finite.
 template <class S>
-__device__ __forceinline__ uint2 sp_chunk_send(const sp_gpu_prune_args &a, const spccl_prune_segment &seg,
-                                               uint64_t from, uint32_t n, const sp_prune_factors &f,
-                                               sp_chunk_smem &m)
+__device__ __forceinline__ uint2 sp_chunk_send(const spccl_weights_options &o,
+                                               const spccl_weights_segment &seg, S *buffer, uint64_t from,
+                                               uint32_t n, sp_chunk_smem &m)
 {
     sp_chunk_part<S> part;
     constexpr uint32_t EACH = sp_chunk_part<S>::EACH;
-    S s[EACH], *out = (S *)a.grad + seg.begin + from, *own = (S *)seg.residual + from;
+    S s[EACH], *out = buffer + seg.begin + from, *own = (S *)seg.own + from;
+    bool whole = sp_weights_whole(&o, &seg);
     sp_chunk_pick p = {0, 0};
     uint2 count = {0, 0};
     for (uint32_t i = threadIdx.x; i < sizeof m / 4; i += SP_CHUNK_THREADS)
         ((uint32_t *)&m)[i] = 0;
-    count.y = part.load(own, (const S *)seg.velocity + from, n);
+    count.y = part.load(own, (const S *)seg.shared + from, n);
     __syncthreads();
-    if (!f.whole)
-        p = part.pick((uint32_t)sp_prune_rank(n, a.options.density), m);
+    if (!whole)
+        p = part.pick((uint32_t)sp_prune_rank(n, o.density), m);
 #pragma unroll
     for (uint32_t k = 0; k < EACH; k++) {
         S d = part.w[k] - part.z[k];
         bool finite = sp_chunk_part<S>::is_finite(d);
-        bool sent = f.whole ? finite : sp_chunk_is_sent(part.magnitudes.mine[k], part.place(k), p);
+        bool sent = whole ? finite : sp_chunk_is_sent(part.magnitudes.mine[k], part.place(k), p);
         s[k] = sent ? d : S(0);
         part.w[k] = finite ? part.w[k] : part.z[k];
         if (!finite && part.place(k) < n)
             own[part.place(k)] = part.w[k];
     }
-    if (a.options.levels != 0 && !f.whole)
+    if (o.levels != 0 && !whole)
         part.level(p, s, m);
 #pragma unroll
     for (uint32_t k = 0; k < EACH; k++)
         if (part.place(k) < n) {
-            S w = sp_chunk_part<S>::keep(part.w[k], part.z[k], s[k], (S)f.leak);
-            out[part.place(k)] = s[k] != 0 ? s[k] * (S)f.scale : S(0);
-            if (s[k] != 0 || f.leak != 1)
+            S w = sp_chunk_part<S>::keep(part.w[k], part.z[k], s[k], (S)o.leak);
+            out[part.place(k)] = s[k] != 0 ? s[k] * (S)o.scale : S(0);
+            if (s[k] != 0 || o.leak != 1)
                 own[part.place(k)] = w;
-            count.x += f.whole || s[k] != 0 ? 1 : 0;
+            count.x += whole || s[k] != 0 ? 1 : 0;
         }
     __syncthreads(); // before m is written again
     return count;

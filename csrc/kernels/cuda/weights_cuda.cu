@@ -9,8 +9,8 @@
 #define SP_WEIGHTS_CTAS 4     // of an SM, which leaves each thread 64 registers
 #define SP_WEIGHTS_PART 2048u // elements of a tile that a CTA has in registers at a time
 #define SP_WEIGHTS_SAMPLE_THREADS 512u
-// Shared memory of the sampling kernel: a word for each warp, then the samples.
-#define SP_WEIGHTS_SHARED_BYTES ((SP_WEIGHTS_SAMPLE_THREADS / 32 + SP_PRUNE_SAMPLES_MAX) * sizeof(uint32_t))
+// Shared memory of the sampling kernel: counters, then the samples.
+#define SP_WEIGHTS_SHARED_BYTES ((SP_SAMPLE_COUNTERS + SP_PRUNE_SAMPLES_MAX) * sizeof(uint32_t))
 static_assert(SP_WEIGHTS_SHARED_BYTES <= 99 * 1024, "the sampling kernel runs on every supported GPU");
 
 template <class S> struct sp_weights_of;
@@ -33,65 +33,32 @@ template <> struct sp_weights_of<double> {
 
 // ---- thresholds ----
 
-// Sum of v over the threads of the CTA, in all of them. shared [SP_WEIGHTS_SAMPLE_THREADS / 32].
-__device__ __forceinline__ uint32_t sp_weights_block_sum(uint32_t v, uint32_t *shared)
-{
-    v = __reduce_add_sync(~0u, v);
-    if (threadIdx.x % 32 == 0)
-        shared[threadIdx.x / 32] = v;
-    __syncthreads();
-    v = 0;
-    for (uint32_t i = 0; i < SP_WEIGHTS_SAMPLE_THREADS / 32; i++)
-        v += shared[i];
-    __syncthreads();
-    return v;
-}
-
-// The rank-th largest of x [n], 1 = the largest, bit by bit: the largest value that at least `rank` of x
-// reach.
-__device__ __forceinline__ uint32_t sp_weights_select(const uint32_t *x, uint32_t n, uint32_t rank,
-                                                      uint32_t *shared)
-{
-    uint32_t found = 0;
-    for (uint32_t bit = 1u << 30; bit != 0; bit >>= 1) {
-        uint32_t n_here = 0;
-        for (uint32_t i = threadIdx.x; i < n; i += SP_WEIGHTS_SAMPLE_THREADS)
-            n_here += x[i] >= (found | bit) ? 1 : 0;
-        if (sp_weights_block_sum(n_here, shared) >= rank)
-            found |= bit;
-    }
-    return found;
-}
-
-// One CTA per segment. Writes the segment's factors; its threshold comes from a sample unless the caller
-// keeps thresholds. Each sampled element costs 32 bytes of each of the two weights.
+// One CTA per segment: its threshold from a sample. Each sampled element costs 32 bytes of each of the two weights.
 template <class S>
 __global__ void __launch_bounds__(SP_WEIGHTS_SAMPLE_THREADS)
-    sp_weights_sample_kernel(const __grid_constant__ sp_gpu_prune_args a)
+    sp_weights_sample_kernel(const __grid_constant__ sp_gpu_weights_args a)
 {
-    sp_gpu_prune_row &row = sp_prune_rows(a)[blockIdx.x];
-    const spccl_prune_segment &s = row.segment;
-    uint32_t *shared = (uint32_t *)sp_block_shared(), *magnitudes = shared + SP_WEIGHTS_SAMPLE_THREADS / 32;
-    sp_prune_factors factors = sp_prune_factors_now(&a.options, &s, false);
-    if (threadIdx.x == 0)
-        row.factors = factors;
-    if (factors.whole || a.options.keep_thresholds != 0 || a.options.chunk != 0)
+    const spccl_weights_segment &s = sp_prune_rows(a)[blockIdx.x].weights;
+    uint32_t *counters = (uint32_t *)sp_block_shared(), *samples = counters + SP_SAMPLE_COUNTERS;
+    float density = (float)a.options.density;
+    if (sp_weights_whole(&a.options, &s))
         return;
-    float density = sp_prune_density(&a.options, s.state->step);
     sp_prune_sample p =
         sp_prune_sample_of(s.n_elems, density, a.options.sample, a.options.seed, s.key, s.state->step);
-    const S *w = (const S *)s.residual, *z = (const S *)s.velocity;
+    const S *w = (const S *)s.own, *z = (const S *)s.shared;
+    if (threadIdx.x < SP_SAMPLE_COUNTERS)
+        counters[threadIdx.x] = 0;
 #pragma unroll 4
     for (uint32_t i = threadIdx.x; i < p.n; i += SP_WEIGHTS_SAMPLE_THREADS) {
         uint64_t at = p.start + i * p.stride;
         double d = (double)(w[at] - z[at]);
-        magnitudes[i] = sp_prune_magnitude(d, sp_f64_is_finite(d));
+        samples[i] = sp_prune_magnitude(d, sp_f64_is_finite(d));
     }
     __syncthreads();
-    uint32_t least =
-        sp_weights_select(magnitudes, (uint32_t)p.n, (uint32_t)sp_prune_rank(p.n, (double)density), shared);
+    sp_prune_magnitudes<SP_WEIGHTS_SAMPLE_THREADS, 1> magnitudes = {{0}, samples, (uint32_t)p.n};
+    uint32_t least = magnitudes.select((uint32_t)sp_prune_rank(p.n, (double)density), counters);
     if (threadIdx.x == 0)
-        s.state->threshold = row.factors.threshold = (double)sp_f32_from_bits(least);
+        s.state->threshold = (double)sp_f32_from_bits(least);
 }
 
 // ---- groups of 16 bytes ----
@@ -143,20 +110,44 @@ template <class S> struct sp_weights_place {
 template <class S>
 static constexpr uint32_t sp_weights_turns = SP_WEIGHTS_PART / SP_WEIGHTS_THREADS / sp_weights_of<S>::EACH;
 
+// Call part(segment, from, n) for each part of this CTA's tiles: elements [from, from + n) of the segment; and
+// end(row) after its last tile of a segment. The grid has as many CTAs as run at once. CTA b has tiles b,
+// b + gridDim.x, ...
+template <class S, class PART, class END>
+__device__ __forceinline__ void sp_weights_each_part(const sp_gpu_weights_args &a, PART part, END end)
+{
+    sp_gpu_prune_row *rows = sp_prune_rows(a);
+    uint64_t tile = blockIdx.x;
+    uint32_t index = sp_prune_find(rows, a.n_segments, tile);
+    while (tile < a.n_tiles) { // one segment each time
+        uint64_t first = rows[index].first_tile, last = rows[index].end_tile;
+        const spccl_weights_segment s = rows[index].weights;
+        for (; tile < last; tile += gridDim.x) {
+            uint64_t from = (tile - first) * SP_GPU_PRUNE_TILE(sizeof(S));
+            uint64_t to = from + SP_GPU_PRUNE_TILE(sizeof(S));
+            for (to = to < s.n_elems ? to : s.n_elems; from < to; from += SP_WEIGHTS_PART)
+                part(s, from, to - from < SP_WEIGHTS_PART ? (uint32_t)(to - from) : SP_WEIGHTS_PART);
+        }
+        end(rows[index]);
+        while (tile < a.n_tiles && rows[index].end_tile <= tile)
+            index++;
+    }
+}
+
 // ---- sending ----
 
 // Part of a tile: elements [from, from + n) of a segment. Both weights are read and `out` is written once. Own
 // weights are written in groups where one changes.
 template <class S>
-__device__ __forceinline__ void sp_weights_send_tile(const sp_gpu_prune_args &a, const spccl_prune_segment &s,
-                                                     uint64_t from, uint32_t n, const sp_prune_factors &f,
-                                                     sp_prune_tally &tally)
+__device__ __forceinline__ void sp_weights_send_tile(const sp_gpu_weights_args &a,
+                                                     const spccl_weights_segment &s, uint64_t from,
+                                                     uint32_t n, sp_prune_tally &tally)
 {
     constexpr uint32_t TURNS = sp_weights_turns<S>, EACH = sp_weights_of<S>::EACH;
-    S *out = (S *)a.grad + s.begin + from, *own = (S *)s.residual + from;
-    const S *shared = (const S *)s.velocity + from;
-    bool aligned = (uintptr_t)out % 16 == 0;
-    S leak = (S)f.leak, scale = (S)f.scale, threshold = (S)f.threshold;
+    S *out = (S *)a.buffer + s.begin + from, *own = (S *)s.own + from;
+    const S *shared = (const S *)s.shared + from;
+    bool aligned = (uintptr_t)out % 16 == 0, whole = sp_weights_whole(&a.options, &s);
+    S leak = (S)a.options.leak, scale = (S)a.options.scale, threshold = (S)s.state->threshold;
     sp_weights_group<S> w[TURNS], z[TURNS];
 #pragma unroll
     for (uint32_t k = 0; k < TURNS; k++) {
@@ -170,7 +161,7 @@ __device__ __forceinline__ void sp_weights_send_tile(const sp_gpu_prune_args &a,
         bool writes = leak != S(1);
 #pragma unroll
         for (uint32_t c = 0; c < EACH; c++) {
-            auto e = sp_weights_of<S>::elem(w[k].e[c], z[k].e[c], threshold, leak, f.whole);
+            auto e = sp_weights_of<S>::elem(w[k].e[c], z[k].e[c], threshold, leak, whole);
             tally.n_sent += c < place.n && e.sent ? 1 : 0;
             tally.n_nonfinite += c < place.n && !e.finite ? 1 : 0;
             writes = writes || e.sent || !e.finite;
@@ -183,31 +174,17 @@ __device__ __forceinline__ void sp_weights_send_tile(const sp_gpu_prune_args &a,
     }
 }
 
-// The grid has as many CTAs as run at once. CTA b has tiles b, b + gridDim.x, ...
 template <class S>
 __global__ void __launch_bounds__(SP_WEIGHTS_THREADS, SP_WEIGHTS_CTAS)
-    sp_weights_send_kernel(const __grid_constant__ sp_gpu_prune_args a)
+    sp_weights_send_kernel(const __grid_constant__ sp_gpu_weights_args a)
 {
-    sp_gpu_prune_row *rows = sp_prune_rows(a);
     sp_prune_tally tally = {0, 0};
-    uint64_t tile = blockIdx.x;
-    uint32_t index = sp_prune_find(rows, a.n_segments, tile);
-    while (tile < a.n_tiles) { // one segment each time
-        uint64_t first = rows[index].first_tile, end = rows[index].end_tile;
-        const spccl_prune_segment s = rows[index].segment;
-        const sp_prune_factors f = rows[index].factors;
-        for (; tile < end; tile += gridDim.x) {
-            uint64_t from = (tile - first) * SP_GPU_PRUNE_TILE(sizeof(S));
-            uint64_t to = from + SP_GPU_PRUNE_TILE(sizeof(S));
-            for (to = to < s.n_elems ? to : s.n_elems; from < to; from += SP_WEIGHTS_PART) {
-                uint64_t n = to - from < SP_WEIGHTS_PART ? to - from : SP_WEIGHTS_PART;
-                sp_weights_send_tile<S>(a, s, from, (uint32_t)n, f, tally);
-            }
-        }
-        tally.flush(rows[index]);
-        while (tile < a.n_tiles && rows[index].end_tile <= tile)
-            index++;
-    }
+    sp_weights_each_part<S>(
+        a,
+        [&](const spccl_weights_segment &s, uint64_t from, uint32_t n) {
+            sp_weights_send_tile<S>(a, s, from, n, tally);
+        },
+        [&](sp_gpu_prune_row &row) { tally.flush(row); });
     sp_prune_end<SP_WEIGHTS_THREADS>(a, (uint32_t *)sp_block_shared());
 }
 
@@ -217,7 +194,7 @@ __global__ void __launch_bounds__(SP_WEIGHTS_THREADS, SP_WEIGHTS_CTAS)
 // it has the chunks that begin in them. A CTA has a chunk at a time.
 template <class S>
 __global__ void __launch_bounds__(SP_CHUNK_THREADS, sizeof(S) == 4 ? 2 : 1)
-    sp_weights_chunk_kernel(const __grid_constant__ sp_gpu_prune_args a)
+    sp_weights_chunk_kernel(const __grid_constant__ sp_gpu_weights_args a)
 {
     constexpr uint32_t TILE = SP_GPU_PRUNE_TILE(sizeof(S));
     sp_gpu_prune_row *rows = sp_prune_rows(a);
@@ -225,8 +202,7 @@ __global__ void __launch_bounds__(SP_CHUNK_THREADS, sizeof(S) == 4 ? 2 : 1)
     uint32_t chunk = a.options.chunk, unit = chunk > TILE ? chunk : TILE;
     for (uint64_t tile = blockIdx.x; tile < a.n_tiles; tile += gridDim.x) {
         sp_gpu_prune_row &row = rows[sp_prune_find(rows, a.n_segments, tile)];
-        const spccl_prune_segment seg = row.segment;
-        const sp_prune_factors f = row.factors;
+        const spccl_weights_segment seg = row.weights;
         uint64_t from = (tile - row.first_tile) * TILE,
                  to = from + unit < seg.n_elems ? from + unit : seg.n_elems;
         sp_prune_tally tally = {0, 0};
@@ -234,7 +210,7 @@ __global__ void __launch_bounds__(SP_CHUNK_THREADS, sizeof(S) == 4 ? 2 : 1)
             continue;
         for (; from < to; from += chunk) {
             uint32_t n = to - from < chunk ? (uint32_t)(to - from) : chunk;
-            uint2 count = sp_chunk_send<S>(a, seg, from, n, f, m);
+            uint2 count = sp_chunk_send<S>(a.options, seg, (S *)a.buffer, from, n, m);
             tally.n_sent += count.x;
             tally.n_nonfinite += count.y;
         }
@@ -247,12 +223,13 @@ __global__ void __launch_bounds__(SP_CHUNK_THREADS, sizeof(S) == 4 ? 2 : 1)
 
 // Part of a tile. The change is read once. Groups of both weights are read and written where it is not zero.
 template <class S>
-__device__ __forceinline__ void
-sp_weights_receive_tile(const sp_gpu_prune_args &a, const spccl_prune_segment &s, uint64_t from, uint32_t n)
+__device__ __forceinline__ void sp_weights_receive_tile(const sp_gpu_weights_args &a,
+                                                        const spccl_weights_segment &s, uint64_t from,
+                                                        uint32_t n)
 {
     constexpr uint32_t TURNS = sp_weights_turns<S>, EACH = sp_weights_of<S>::EACH;
-    const S *change = (const S *)a.grad + s.begin + from;
-    S *own = (S *)s.residual + from, *shared = (S *)s.velocity + from;
+    const S *change = (const S *)a.buffer + s.begin + from;
+    S *own = (S *)s.own + from, *shared = (S *)s.shared + from;
     bool aligned = (uintptr_t)change % 16 == 0;
     sp_weights_group<S> d[TURNS];
 #pragma unroll
@@ -285,34 +262,23 @@ sp_weights_receive_tile(const sp_gpu_prune_args &a, const spccl_prune_segment &s
 
 template <class S>
 __global__ void __launch_bounds__(SP_WEIGHTS_THREADS, SP_WEIGHTS_CTAS)
-    sp_weights_receive_kernel(const __grid_constant__ sp_gpu_prune_args a)
+    sp_weights_receive_kernel(const __grid_constant__ sp_gpu_weights_args a)
 {
-    const sp_gpu_prune_row *rows = sp_prune_rows(a);
-    uint64_t tile = blockIdx.x;
-    uint32_t index = sp_prune_find(rows, a.n_segments, tile);
-    while (tile < a.n_tiles) {
-        uint64_t first = rows[index].first_tile, end = rows[index].end_tile;
-        const spccl_prune_segment s = rows[index].segment;
-        for (; tile < end; tile += gridDim.x) {
-            uint64_t from = (tile - first) * SP_GPU_PRUNE_TILE(sizeof(S));
-            uint64_t to = from + SP_GPU_PRUNE_TILE(sizeof(S));
-            for (to = to < s.n_elems ? to : s.n_elems; from < to; from += SP_WEIGHTS_PART) {
-                uint64_t n = to - from < SP_WEIGHTS_PART ? to - from : SP_WEIGHTS_PART;
-                sp_weights_receive_tile<S>(a, s, from, (uint32_t)n);
-            }
-        }
-        while (tile < a.n_tiles && rows[index].end_tile <= tile)
-            index++;
-    }
+    sp_weights_each_part<S>(
+        a,
+        [&](const spccl_weights_segment &s, uint64_t from, uint32_t n) {
+            sp_weights_receive_tile<S>(a, s, from, n);
+        },
+        [](sp_gpu_prune_row &) {});
 }
 
 // ---- launching ----
 
-typedef void (*sp_weights_fn)(const sp_gpu_prune_args);
+typedef void (*sp_weights_fn)(const sp_gpu_weights_args);
 
 // As many CTAs as run at once, at most one a tile.
 static spccl_status launch(sp_weights_fn kernel, uint32_t n_threads, size_t shared_bytes,
-                           const sp_gpu_prune_args *a, void *stream)
+                           const sp_gpu_weights_args *a, void *stream)
 {
     int n_resident = 0;
     SP_TRY(sp_resident_ctas((const void *)kernel, n_threads, shared_bytes, &n_resident));
@@ -320,22 +286,24 @@ static spccl_status launch(sp_weights_fn kernel, uint32_t n_threads, size_t shar
                      a, stream, "launch of a kernel that sends or receives weights");
 }
 
-extern "C" spccl_status sp_weights_send_cuda(const sp_gpu_prune_args *a, void *stream)
+extern "C" spccl_status sp_weights_send_cuda(const sp_gpu_weights_args *a, void *stream)
 {
     bool wide = a->dtype == SPCCL_FLOAT64;
-    sp_weights_fn sampler = wide ? sp_weights_sample_kernel<double> : sp_weights_sample_kernel<float>;
-    SP_TRY_CUDA(cudaFuncSetAttribute((const void *)sampler, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     (int)SP_WEIGHTS_SHARED_BYTES));
-    SP_TRY(sp_launch(sampler, {a->n_segments, SP_WEIGHTS_SAMPLE_THREADS, SP_WEIGHTS_SHARED_BYTES}, a, stream,
-                     "launch of the kernel that samples weights"));
     if (a->options.chunk != 0)
         return launch(wide ? sp_weights_chunk_kernel<double> : sp_weights_chunk_kernel<float>,
                       SP_CHUNK_THREADS, sizeof(sp_chunk_smem), a, stream);
+    if (a->options.keep_thresholds == 0) {
+        sp_weights_fn sampler = wide ? sp_weights_sample_kernel<double> : sp_weights_sample_kernel<float>;
+        SP_TRY_CUDA(cudaFuncSetAttribute((const void *)sampler, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         (int)SP_WEIGHTS_SHARED_BYTES));
+        SP_TRY(sp_launch(sampler, {a->n_segments, SP_WEIGHTS_SAMPLE_THREADS, SP_WEIGHTS_SHARED_BYTES}, a,
+                         stream, "launch of the kernel that samples weights"));
+    }
     return launch(wide ? sp_weights_send_kernel<double> : sp_weights_send_kernel<float>, SP_WEIGHTS_THREADS,
                   16, a, stream);
 }
 
-extern "C" spccl_status sp_weights_receive_cuda(const sp_gpu_prune_args *a, void *stream)
+extern "C" spccl_status sp_weights_receive_cuda(const sp_gpu_weights_args *a, void *stream)
 {
     return launch(a->dtype == SPCCL_FLOAT64 ? sp_weights_receive_kernel<double>
                                             : sp_weights_receive_kernel<float>,

@@ -147,13 +147,13 @@ class PruningHook(HasStats):
         scale: float,
         divisor: float = 1.0,
         later: bool = False,
-    ) -> None:
+    ) -> tuple[int, int, object] | None:
         """Replace the flat gradient of bucket `index` by what is sent now, times `scale`.
 
         Args:
             plan: None if no parameter has an element in it; then it is measured alone.
             divisor: by what the caller divides later; `grad` is that much larger than the gradient.
-            later: the group's next all-reduce does it; see `_prunes_later`.
+            later: `_pruned_all_reduce` does it, which takes what is returned; see `_prunes_later`.
         """
         rule = prune.Rule(
             density=self.density,
@@ -175,40 +175,40 @@ class PruningHook(HasStats):
             else:
                 memory.add_norm(index, grad, loss_scale, self._norm_group)
                 factor = memory.clip_factor(bound)
-        arguments = (factor, loss_scale, clip)
-        if plan is not None and later and self._hand_over(plan, grad, rule, arguments):
-            memory.prunes_later = True
-        elif plan is not None:
-            plan.run(grad, rule, *arguments)
         self._statistics.now.add(grad.numel(), grad.element_size())
+        if plan is not None and later:
+            memory.prunes_later = True
+            return plan.call(grad, rule, factor, loss_scale, clip)
+        if plan is not None:
+            plan.run(grad, rule, factor, loss_scale, clip)
+        return None
 
     def _prunes_later(self, grad: torch.Tensor, average: bool) -> bool:
         """Whether spccl prunes this gradient inside its all-reduce. Then the GPUs of a host exchange lists of what they
         send, which is faster (spccl_cuda_prune_all_reduce). All ranks decide the same.
 
         Not while the density still falls: a captured step would keep what was decided at its capture. Not in a step
-        that measures the norm of the residuals: it does so before the all-reduce is done.
+        that measures the norm of the residuals: it does so before the all-reduce is done. Not with
+        TORCH_DISTRIBUTED_DEBUG=DETAIL, where torch checks each all_reduce.
         """
         if self.norm_every and (self.step + 1) % self.norm_every == 0:
             return False
         if not (grad.is_cuda and grad.dtype == torch.float32 and average) or dist.get_world_size(self._group) == 1:
             return False
-        return self.step >= self.dense_steps + self.warmup_steps and _has_gpu_engine(self._group)
-
-    def _hand_over(self, plan: prune.Plan, grad: torch.Tensor, rule: prune.Rule, arguments: tuple[Any, ...]) -> bool:
-        """Let the group's next all-reduce prune `grad`. False, and nothing happens, if that would not be faster: the
-        group has ranks on several hosts, or there is too little memory for lists."""
-        _factor, _loss_scale, clip = arguments
-        # Thresholds are found now, on this stream, in a captured step: beside the exchange of the buckets before. Also
-        # with clip_norm: the clipping factor is found with them, from norms of buckets that are kept on this stream.
-        finds_now = clip is not None or torch.cuda.is_current_stream_capturing()
-        address, options, _owner = plan.call(grad, rule._replace(stage=2) if finds_now else rule, *arguments)
-        stream = torch.cuda.current_stream(grad.device).cuda_stream
-        if not torch.ops.spccl.prune_next(backend.boxed(self._group), grad, address, options, stream):
+        if (
+            backend.name_for(self._group, grad.device) != backend.NAME
+            or self.step < self.dense_steps + self.warmup_steps
+        ):
             return False
-        if finds_now:
-            plan.run(grad, rule._replace(stage=1), *arguments)
-        return True
+        return dist.get_debug_level() != dist.DebugLevel.DETAIL
+
+    def _pruned_all_reduce(self, grad: torch.Tensor, call: tuple[int, int, object]) -> dist.Work:
+        """Prune `grad` and average it; `call` is what `_prune_flat` returned."""
+        plan, options, _owner = call
+        stream = torch.cuda.current_stream(grad.device).cuda_stream
+        return dist.Work.unbox(
+            torch.ops.spccl.pruned_all_reduce(backend.boxed(self._group), grad, plan, options, stream)
+        )
 
     def _limited(self) -> contextlib.AbstractContextManager[None]:
         """The context in which a bucket's all-reduce is called."""
@@ -346,8 +346,3 @@ def _left_out(who: str) -> LeftOutHook:
         stacklevel=2,
     )
     return LeftOutHook(who)
-
-
-def _has_gpu_engine(group: dist.ProcessGroup) -> bool:
-    """Whether spccl's own kernels run the group's CUDA collectives. False before the first of them."""
-    return backend.NAME in backend.names_of(group) and torch.ops.spccl.cuda_route(backend.boxed(group)) == "engine"

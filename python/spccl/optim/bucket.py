@@ -119,7 +119,8 @@ class Bucket:
         self.params = [w.flat for w in self.weights]
         self.locals = self.params if self.masters is None else self.split(self.masters)
         self.global_parts = self.split(self.globals)
-        self._plan: object = None
+        self._owner: object = None  # of the plan, which is given by address
+        self._plan = 0
         self.in_globals = False
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -134,13 +135,15 @@ class Bucket:
 
     def prepare(self) -> None:
         """Make the plan of the exchange: the addresses of the weights are now final."""
-        rows = [
-            (w.begin, w.numel, own.data_ptr(), common.data_ptr(), w.state.data_ptr(), w.key, not w.pruned)
+        rows = b"".join(
+            prune.SEGMENT.pack(
+                w.begin, w.numel, own.data_ptr(), common.data_ptr(), w.state.data_ptr(), w.key, not w.pruned
+            )
             for w, own, common in zip(self.weights, self.locals, self.global_parts, strict=True)
-        ]
+        )
         ordinal = -1 if self.device.type == "cpu" else self.device.index
         wide = str(self.globals.dtype).removeprefix("torch.")
-        self._plan = _ext.prune_plan(rows, self.length, wide, ordinal)
+        self._owner, self._plan = _ext.weights_plan(rows, self.length, wide, ordinal)
 
     def reset(self) -> None:
         """w = z on this rank: what is not sent is dropped."""

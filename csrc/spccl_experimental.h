@@ -1,0 +1,70 @@
+/* spccl_experimental.h - what is not settled yet: weights, and pruned all-reduces in two stages. The promise: what is
+ * here, in spccl_channel.h and in spccl_device.cuh works and is tested as everything else is, but any version, also 0.N.x,
+ * may change or remove it; CHANGELOG.md then says so. A program that uses it is compiled again for each version.
+ *
+ * spccl.h includes this header until 0.3; include it by its name. */
+#ifndef SPCCL_EXPERIMENTAL_H
+#define SPCCL_EXPERIMENTAL_H
+
+#include "spccl.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- weights: exchanges of changes ---------------------------------------------------------------- */
+/* Each rank has own weights w, and all ranks have the same shared weights z. Per element, with threshold t:
+ *     send     d = w - z;   out = scale d unless |d| < t, else 0;   w = z where d is sent, else leak d + z
+ *     receive  z += change;   w += change
+ * The change is the sum of what all ranks sent. w - z is always what is still to be sent. A d that is not finite is
+ * dropped, and w = z. t is a quantile of a sample of |d|. More: docs/KERNELS.md. All memory is the caller's. */
+typedef struct spccl_weights_segment { /* one parameter's part */
+    size_t begin;                      /* its first element in the buffers; segments do not overlap */
+    size_t n_elems;
+    void *own;                /* [n_elems] w, of the plan's dtype; on a GPU aligned to 16 bytes */
+    void *shared;             /* [n_elems] z, likewise */
+    spccl_prune_state *state; /* of this segment alone; its loss_scale is not used */
+    uint32_t key;             /* any number, always the same for a parameter; moves what is sampled */
+    uint32_t whole;           /* 1: every call sends all elements */
+} spccl_weights_segment;
+typedef struct spccl_weights_options {
+    size_t struct_bytes;      /* sizeof(spccl_weights_options) */
+    double density;           /* fraction of a segment to send: above 0, at most 1 */
+    double sample;            /* fraction to sample, in (0, 1]: 32 / density to 24576 elements */
+    double leak;              /* above 0, at most 1 */
+    double scale;             /* above 0 */
+    uint32_t seed;            /* any number, the same in all calls; moves samples */
+    uint32_t keep_thresholds; /* 1: t is the state's threshold; nothing is sampled */
+    uint32_t
+        chunk; /* 0, or a power of 2 from 256 to 4096: no threshold; each chunk sends its largest elements */
+    uint32_t levels; /* with a chunk: 0, or 2: each chunk sends two magnitudes */
+} spccl_weights_options;
+#define SPCCL_WEIGHTS_OPTIONS_INIT                                                                           \
+    {                                                                                                        \
+        sizeof(spccl_weights_options), 0.01, 0.001, 1, 1, 0, 0, 0, 0                                         \
+    }
+typedef struct spccl_weights_plan spccl_weights_plan;
+/* Check and copy the segments of buffers [n_elems] of float32 or float64 on `device` (CUDA ordinal; -1 = host). A plan
+ * runs one call at a time. Destroy it after its GPU work. Errors: ARG, DTYPE, UNSUPPORTED, NOMEM, DEVICE. */
+SPCCL_API spccl_status spccl_weights_plan_create(const spccl_weights_segment *segments, size_t n_segments,
+                                                 size_t n_elems, spccl_dtype dtype, int device,
+                                                 spccl_weights_plan **out);
+SPCCL_API void spccl_weights_plan_destroy(spccl_weights_plan *plan); /* accepts NULL */
+/* `out` and `change` lie on the plan's device. `stream`: a cudaStream_t for a plan on a GPU, else NULL. On the host at
+ * most 5 times the wanted number of a segment is sent. Errors: ARG, DEVICE. */
+SPCCL_API spccl_status spccl_weights_send(spccl_weights_plan *plan, void *out,
+                                          const spccl_weights_options *options, void *stream);
+SPCCL_API spccl_status spccl_weights_receive(spccl_weights_plan *plan, const void *change, void *stream);
+
+/* ---- pruned all-reduces in two stages ------------------------------------------------------------- */
+/* spccl_cuda_prune_all_reduce in two calls with the same arguments. Stage 1 does on its `stream` what need not wait for
+ * earlier all-reduces: all pruning, or with lists at most the thresholds. Stage 2 does the rest, on the stream of the
+ * collectives, which the caller lets wait for the first. */
+SPCCL_API spccl_status spccl_cuda_prune_all_reduce_stage(spccl_comm *comm, spccl_prune_plan *plan, void *grad,
+                                                         spccl_redop op, const spccl_prune_options *options,
+                                                         int stage, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
