@@ -208,7 +208,7 @@ spccl_status Comm::error(std::string *text)
 
 /* Run `call(comm)` beside calls that issue; throws what the status means. If the group was shut down, do nothing, or
  * throw if it `must` be there. */
-template <class Call> void Comm::look(const std::string &op, bool must, Call &&call)
+template <class Call> void Comm::query(const std::string &op, bool must, Call &&call)
 {
     check_process(op);
     std::shared_lock<std::shared_mutex> alive(life_);
@@ -221,7 +221,7 @@ template <class Call> void Comm::look(const std::string &op, bool must, Call &&c
 
 void Comm::check_usable(const std::string &op)
 {
-    look(op, true, [](spccl_comm *raw) { return spccl_comm_async_error(raw); });
+    query(op, true, [](spccl_comm *raw) { return spccl_comm_async_error(raw); });
 }
 
 void Comm::close()
@@ -241,7 +241,7 @@ spccl_stats Comm::stats()
 {
     spccl_stats stats{};
     stats.struct_bytes = sizeof stats;
-    look("stats", false, [&](spccl_comm *raw) { return spccl_comm_stats(raw, &stats); });
+    query("stats", false, [&](spccl_comm *raw) { return spccl_comm_stats(raw, &stats); });
     return stats;
 }
 
@@ -259,7 +259,7 @@ spccl_status Comm::attach_cuda(const spccl_cuda_config &config, milliseconds tim
 
 void Comm::wait_cuda(const OpText &op, void *stream, milliseconds timeout)
 {
-    look(op.str(), true, [&](spccl_comm *raw) {
+    query(op.str(), true, [&](spccl_comm *raw) {
         return spccl_cuda_wait(raw, stream, timeout.count() > 0 ? timeout.count() : INT64_C(-1));
     });
 }
@@ -276,21 +276,26 @@ spccl_cuda_stats Comm::cuda_stats()
 {
     spccl_cuda_stats stats{};
     stats.struct_bytes = sizeof stats;
-    look("cuda_stats", false, [&](spccl_comm *raw) { return spccl_cuda_get_stats(raw, &stats); });
+    query("cuda_stats", false, [&](spccl_comm *raw) { return spccl_cuda_get_stats(raw, &stats); });
     return stats;
 }
 
 std::string Comm::describe_link(int peer)
 {
-    const char *text = "";
-    look("describe_link", true, [&](spccl_comm *raw) { return spccl_comm_describe_link(raw, peer, &text); });
-    return text;
+    std::string copy; /* another thread may close the group once `query` has returned */
+    query("describe_link", true, [&](spccl_comm *raw) {
+        const char *text = "";
+        const spccl_status status = spccl_comm_describe_link(raw, peer, &text);
+        copy = text;
+        return status;
+    });
+    return copy;
 }
 
 std::string Comm::local_ip()
 {
     const char *text = "";
-    look("joining the group", true, [&](spccl_comm *raw) { return spccl_comm_local_ip(raw, &text); });
+    query("joining the group", true, [&](spccl_comm *raw) { return spccl_comm_local_ip(raw, &text); });
     return text;
 }
 

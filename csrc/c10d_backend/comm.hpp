@@ -111,7 +111,7 @@ class Comm
 
   private:
     spccl_status open_for(const OpText &op, milliseconds timeout);
-    template <class Call> void look(const std::string &op, bool must, Call &&call);
+    template <class Call> void query(const std::string &op, bool must, Call &&call);
 
     const HomeProcess home_;
     const int rank_;

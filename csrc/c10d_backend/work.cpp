@@ -325,14 +325,15 @@ bool TaskWork::wait(milliseconds timeout)
     if (home_.in_child())
         std::rethrow_exception(
             make_error(SPCCL_ERR_STATE, "rank " + std::to_string(rank_) + ": " + op_.str(), home_.refusal()));
+    const auto ended = [&] { return completed_; };
+    std::unique_lock<std::mutex> lock(mutex_);
     if (timeout == kNoTimeout || timeout == c10d::kUnsetTimeout)
-        return Work::wait(kNoTimeout); /* the collectives in the task have deadlines of their own */
-    {
-        std::unique_lock<std::mutex> lock(mutex_);
-        if (!cv_.wait_for(lock, timeout, [&] { return completed_; }))
-            throw_wait_timeout("rank " + std::to_string(rank_), op_, timeout);
-    }
-    return Work::wait(kNoTimeout);
+        cv_.wait(lock, ended); /* the collectives in the task have deadlines of their own */
+    else if (!cv_.wait_for(lock, timeout, ended))
+        throw_wait_timeout("rank " + std::to_string(rank_), op_, timeout);
+    if (exception_)
+        std::rethrow_exception(exception_);
+    return true;
 }
 
 void TaskWork::abort()

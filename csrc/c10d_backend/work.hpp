@@ -66,7 +66,7 @@ void run_copy_out(const Launch &launch);
  * error. */
 void run_blocking(Comm &comm, Launch launch);
 
-/* What our works have in common. */
+/* What our works have in common. Each overrides wait(), because Work::wait() calls synchronize() with its mutex locked. */
 class OwnWork : public c10d::Work
 {
   public:
