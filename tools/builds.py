@@ -33,15 +33,14 @@ NO_NEW_RACES = (
 )
 # These tests take minutes under emulation. Only kernels and base depend on the architecture, and other tests run
 # them. Of the collectives, test_collectives_nan and test_mean run. test_sched and test_plan_cost compute with integers.
-# Nine tests cannot run in qemu's user mode. test_local_socket needs surplus descriptors of a message closed, which
+# Seven tests cannot run in qemu's user mode. test_local_socket needs surplus descriptors of a message closed, which
 # qemu does not do. test_descriptors limits the number of descriptors, and qemu needs some of them itself.
 # test_tcp_window and test_tcp_drain read TCP_INFO, and one sets SO_BUF_LOCK: qemu does not pass these on.
 # test_link_rate needs SIOCETHTOOL, which qemu does not know.
 # test_ib_library and test_settings start a program without the emulator.
 NOT_EMULATED = (
     r"test_(collectives|completion|descriptors|fault_injection|faults|ib_library|link_rate|local_socket|ncclnet|"
-    r"plan_cost|sched|settings|sum_order|tcp_drain|tcp_window|transport|"
-    r"transport_faults)$"
+    r"plan_cost|sched|settings|sum_order|tcp_drain|tcp_window|transport|transport_faults)$"
 )
 
 # Line numbers are all that reports of sanitizers need; names of variables (-g) take a third of the compiler's time.
