@@ -182,7 +182,7 @@ static const char *describe_proxies(void)
 
 /* The GPU part: what it was built with, and which GPUs it finds. The text is valid until this thread's next
  * call. */
-static void describe(spccl_info_entry *out)
+static void describe_cuda(spccl_info_entry *out)
 {
     static _Thread_local char why[500];
     const sp_gpu_ops *ops = sp_gpu_ops_here();
@@ -285,7 +285,7 @@ static bool describe_direct(size_t i, spccl_info_entry *out)
 
 const sp_gpu_part sp_gpu_part_here = {.look = sp_gpu_comm_look,
                                       .detach = sp_gpu_comm_detach,
-                                      .describe = describe,
+                                      .describe = describe_cuda,
                                       .describe_memory = describe_memory,
                                       .describe_link = describe_link,
                                       .describe_direct = describe_direct};

@@ -153,7 +153,7 @@ void sp_cuda_leave(int before)
         (void)cudaSetDevice(before);
 }
 
-static spccl_status describe(int ordinal, sp_gpu_device *out)
+static spccl_status describe_device(int ordinal, sp_gpu_device *out)
 {
     struct cudaDeviceProp p;
     SP_TRY(sp_cuda_check(cudaGetDeviceProperties(&p, ordinal), "cudaGetDeviceProperties"));
@@ -336,7 +336,7 @@ static const sp_gpu_ops ops = {
     .about = "CUDA " SPCCL_CUDA_VERSION ", compiled for " SPCCL_CUDA_ARCHS,
     .device_count = device_count,
     .current_device = current_device,
-    .describe = describe,
+    .describe = describe_device,
     .net_facts = net_facts,
     .enter = sp_cuda_enter,
     .leave = sp_cuda_leave,

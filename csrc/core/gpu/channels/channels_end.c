@@ -22,7 +22,8 @@ static void describe_lists(const spccl_channels *c, const spccl_channel_report *
              comm->rank, comm->name, c->g->device.ordinal, r->wanted, r->peer, r->seen, r->peer);
 }
 
-static spccl_status describe(const spccl_channels *c, const spccl_channel_report *r, char *text, size_t cap)
+static spccl_status describe_report(const spccl_channels *c, const spccl_channel_report *r, char *text,
+                                    size_t cap)
 {
     const spccl_comm *comm = c->g->comm;
     char where[200], end[24];
@@ -84,7 +85,7 @@ void sp_channels_look(sp_gpu_comm *g)
             continue;
         if (atomic_load(&comm->abort_asked) || sp_comm_broken(comm) != SPCCL_OK)
             break; /* kernels ended because of the abort */
-        st = describe(c, c->report, text, sizeof text);
+        st = describe_report(c, c->report, text, sizeof text);
         if (sp_comm_break(comm, st, text))
             sp_log(SP_LOG_ERROR, comm->rank, "%s", text);
     }

@@ -94,20 +94,18 @@ static uint64_t slices_per_rank(const sp_gpu_limits *l, sp_fused_op op, uint64_t
     return op == SP_FUSED_ALL_REDUCE || op == SP_FUSED_BROADCAST ? sp_ceil_div(n, l->world_size) : n;
 }
 
-/* The most elements of a slice. */
-static uint32_t slice_elems_max(sp_fused_op op, spccl_dtype dtype, spccl_format format)
+/* The most elements that a slice may have. A tile or coo frame must fit into the staging buffer. */
+static uint32_t largest_slice(sp_fused_op op, spccl_dtype dtype, spccl_format format)
 {
-    size_t elem_bytes = sp_dtype_bytes(dtype);
-    uint32_t elems = (uint32_t)(SP_INBOX_SLICE_BYTES / elem_bytes);
+    bool is_staged = format == SPCCL_FORMAT_TILE || format == SPCCL_FORMAT_COO;
+    size_t elem_bytes = sp_dtype_bytes(dtype),
+           frame_max = is_staged ? SP_GPU_STAGE_BYTES : SP_INBOX_FRAME_BYTES;
+    uint32_t elems = (uint32_t)(SP_INBOX_SLICE_BYTES / elem_bytes), least = is_staged ? 128 : 1024;
     if (reduces(op) && sp_acc_dtype(dtype) != dtype)
         elems /= 2; /* the accumulator is float32, twice as large */
-    /* A tile or coo frame must fit into the staging buffer. */
-    if (format == SPCCL_FORMAT_TILE || format == SPCCL_FORMAT_COO)
-        while (elems > 128 && sp_frame_bound_forced(format, elems, elem_bytes) > SP_GPU_STAGE_BYTES)
-            elems /= 2;
-    else if (format != SPCCL_FORMAT_AUTO)
-        while (elems > 1024 && sp_frame_bound_forced(format, elems, elem_bytes) > SP_INBOX_FRAME_BYTES)
-            elems /= 2;
+    while (format != SPCCL_FORMAT_AUTO && elems > least &&
+           sp_frame_bound_forced(format, elems, elem_bytes) > frame_max)
+        elems /= 2;
     return elems;
 }
 
@@ -125,7 +123,7 @@ static uint32_t workers_per_cta(const sp_gpu_limits *l, sp_inbox_shape shape, sp
  *   16-bit floats. In reductions of other dtypes it made dense frames 8% slower (2 H200). */
 static void pick_slices(const sp_gpu_limits *l, sp_fused_args *p)
 {
-    uint32_t n_ctas = sp_tune_gpu_ctas(l, p->shape), most = slice_elems_max(p->op, p->dtype, p->format);
+    uint32_t n_ctas = sp_tune_gpu_ctas(l, p->shape), most = largest_slice(p->op, p->dtype, p->format);
     uint32_t least = (uint32_t)(SLICE_BYTES_MIN / sp_dtype_bytes(p->dtype));
     uint64_t alone = (uint64_t)n_ctas * workers_per_cta(l, p->shape, p->op, 1), wanted;
     uint64_t shared = (uint64_t)n_ctas * workers_per_cta(l, p->shape, p->op, SP_FUSED_SERVED_MAX);
@@ -155,7 +153,7 @@ static bool one_hop(const sp_gpu_limits *l, const sp_fused_args *a)
     if (l->hops != 0)
         return l->hops == 1;
     return a->n_elems <= ONESHOT_BYTES / (l->world_size - 1) / sp_dtype_bytes(a->dtype) &&
-           slices_per_rank(l, op, a->n_elems, slice_elems_max(op, a->dtype, a->format)) <=
+           slices_per_rank(l, op, a->n_elems, largest_slice(op, a->dtype, a->format)) <=
                (uint64_t)sp_tune_gpu_ctas(l, a->shape) * workers_per_cta(l, a->shape, op, 1);
 }
 
