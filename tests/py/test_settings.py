@@ -52,11 +52,11 @@ def test_old_names_of_the_route(monkeypatch):
 
 
 def test_the_library_knows_the_variables_that_python_reads():
-    """Otherwise it warns that SPCCL_ORDER, say, is misspelt (sp_env_warn_unknown)."""
+    """Otherwise it warns that SPCCL_ORDER, say, is misspelt (sp_env_warn_names)."""
     known = (ROOT / "csrc/core/base/env.c").read_text()
     settings = (*_torch_settings.ALL, _torch_settings.OLD_ENGINE, _torch_settings.OLD_FALLBACK)
     missing = [setting.name for setting in settings if f'"{setting.name}"' not in known]
-    assert not missing, f"not in is_read_elsewhere: {missing}"
+    assert not missing, f"not in read_elsewhere of env.c: {missing}"
 
 
 def test_every_variable_that_is_read_is_on_the_page():
