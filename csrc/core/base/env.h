@@ -40,9 +40,8 @@ typedef enum sp_env_id {
 
 typedef struct sp_env_var {
     const char *name, *default_text, *help;
-    const char
-        *choices;     /* words: all that are allowed, "off, error, warn"; NULL: other code checks the text */
-    int64_t min, max; /* numbers: allowed range; max 0: it is text */
+    const char *choices;  /* all words that are allowed, "off, error"; NULL: other code checks the text */
+    int64_t min, max;     /* numbers: allowed range; max 0: it is text */
     const char *old_name; /* counts where `name` is unset, for one more release; NULL: none */
 } sp_env_var;
 

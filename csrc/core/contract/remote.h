@@ -40,8 +40,7 @@
 
 typedef struct sp_ring_area {
     uint32_t n_workers, ring_bytes;
-    uint32_t
-        first[SP_REMOTE_QUEUES + 1]; /* number of the first link of each queue; last: how many there are */
+    uint32_t first[SP_REMOTE_QUEUES + 1]; /* the first link of each queue; last: how many there are */
 } sp_ring_area;
 
 static inline SP_HD uint32_t sp_area_links(const sp_ring_area *a)

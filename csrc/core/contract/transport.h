@@ -32,9 +32,8 @@ typedef struct sp_endpoint_config {
     size_t queue_bytes;              /* capacity of one queue; a power of two */
     uint32_t n_sockets;              /* tcp: sockets per peer and queue, 1 .. 16 */
     const char *gpu; /* ib: folder in sysfs of the GPU whose data it carries; NULL or "": none, or unknown */
-    uint32_t n_sharing; /* endpoints of this rank and group that share the link; 0: 1 */
-    bool
-        rates_decide; /* ncclnet: it fails for a pair for which its fallback has the higher rate (link_rate.h) */
+    uint32_t n_sharing;  /* endpoints of this rank and group that share the link; 0: 1 */
+    bool rates_decide;   /* ncclnet: it fails for a pair whose fallback has the higher rate (link_rate.h) */
     uint32_t n_puts;     /* transports with `puts`: most of them under way to a peer, at most SP_PUTS_MAX */
     int64_t deadline_ns; /* for connecting to all peers (clock.h) */
 } sp_endpoint_config;

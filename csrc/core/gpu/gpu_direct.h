@@ -14,8 +14,7 @@
 typedef struct sp_gpu_direct_facts {
     sp_net_device device;
     sp_gpu_net_facts gpu;
-    bool
-        peermem; /* the kernel has a module that registers GPU pointers: nvidia_peermem, or nv_mem before it */
+    bool peermem; /* the kernel has a module that registers GPU pointers: nvidia_peermem, once nv_mem */
     sp_pci_path path;
 } sp_gpu_direct_facts;
 

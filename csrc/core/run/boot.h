@@ -31,8 +31,7 @@ typedef struct sp_links {
     uint8_t secret[SP_SECRET_BYTES];        /* for later connections, which exchange GPU memory */
     uint64_t group_tag;
     bool tcp_too, rates_decide; /* tcp is among the transports; as in sp_endpoint_config: for proxies too */
-    bool
-        peers_know; /* this rank's address is in the store, or its failure came from the peers or the store */
+    bool peers_know; /* this rank's address is in the store, or its failure came from there or from peers */
 } sp_links;
 
 typedef struct sp_boot_config {

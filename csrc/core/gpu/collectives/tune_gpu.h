@@ -15,8 +15,7 @@ typedef struct sp_gpu_limits {
     size_t inbox_bytes; /* the least over the ranks */
     uint32_t hops;      /* of an all-reduce: 1 or 2; 0 = by its size */
     uint32_t n_here;    /* in a group with relays: the ranks of each host; otherwise 0 */
-    uint32_t
-        n_remote; /* in a group on several hosts: the most peers on other hosts that a rank has; else 0 */
+    uint32_t n_remote;  /* on several hosts: the most peers on other hosts that a rank has; else 0 */
     uint32_t n_proxies; /* of a rank, in a group on several hosts; the least over the ranks */
 } sp_gpu_limits;
 
