@@ -226,7 +226,7 @@ def _bench_cpu(options: dict[str, Any], csv_file: Path | None, json_file: Path |
     plan = cpu_cli.plan_of(options)
 
     def on_row(row: report.Row) -> None:
-        click.echo(report.table_line(row))
+        click.echo(row.line())
 
     torchrun = runner.under_torchrun()
     is_first = not torchrun or os.environ["RANK"] == "0"
@@ -235,7 +235,7 @@ def _bench_cpu(options: dict[str, Any], csv_file: Path | None, json_file: Path |
         facts = report.machine() | {"command": report.command()}
         for key, value in facts.items():
             click.echo(f"# {key}: {value}")
-        click.echo(report.table_head(plan.peer, with_hosts=plan.n_hosts > 0))
+        click.echo((report.HostRow if plan.n_hosts else report.Row).head(plan.peer))
     try:
         if torchrun:
             rows = runner.run_here(plan, on_row)

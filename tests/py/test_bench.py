@@ -160,7 +160,7 @@ def test_row_takes_medians_and_pairs():
     assert made.time_p10_us < made.time_us < made.time_p90_us
     assert made.algbw_gbs == made.busbw_gbs == pytest.approx((1 << 20) / 2e-3 / 1e9)
     assert made.wire_bytes == 1000 and made.iters == 3 and made.count == 1 << 18
-    head, line = report.table_head("gloo"), report.table_line(made)
+    head, line = report.Row.head("gloo"), made.line()
     assert "algbw" in head and "gloo" in head and "4.00x" in line and "1048576" in line
 
 

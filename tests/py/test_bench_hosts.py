@@ -161,7 +161,7 @@ def test_bench_over_hosts(ranks):
     assert row.in_flight == 3
     assert row.first_us < row.last_us
     assert 0.9 * row.host_bytes < row.first_bytes < 3.5 * row.host_bytes
-    assert "3 in flight" in report.table_line(row)
+    assert "3 in flight" in row.line()
 
 
 def test_rows_without_hosts_have_no_such_columns():

@@ -87,7 +87,7 @@ def test_csv_and_summary(tmp_path):
     rows, facts = report.read_csv(path)
     assert facts == {"gpu": "4 x a GPU"} and rows[0]["max_ctas"] == "0" and rows[0]["peer"] == "nccl_symm"
     assert "of_rate" in report.to_csv([codec], {})
-    head, line = gpu_report.gpu_table_head(), gpu_report.gpu_table_line(gpu_row())
+    head, line = gpu_report.GpuRow.head(), gpu_row().line()
     assert "symm" in head and "6.00x" in line and "8.00x" in line
 
 

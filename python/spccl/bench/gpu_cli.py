@@ -36,13 +36,13 @@ class _Received:
             self.facts |= value
             for key, text in self.facts.items():
                 click.echo(f"# {key}: {text}")
-            click.echo(gpu_report.gpu_table_head())
+            click.echo(gpu_report.GpuRow.head())
         elif kind == "row":
             self.rows.append(value)
-            click.echo(gpu_report.gpu_table_line(value))
+            click.echo(value.line())
         elif kind == "codec":
             self.codec.append(value)
-            click.echo(gpu_report.codec_line(value))
+            click.echo(value.line())
         else:
             self.left_out += value
 

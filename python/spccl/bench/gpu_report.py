@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from .cases import ELEM_BYTES, Case
-from .report import Row, make_row
+from .report import Column, Row, make_row, percentiles_us, times, wrong_elems
 
 # Rate at which one GPU sends while all GPUs write to all others: 4 H200 with 18 links each and NVSwitch.
 LINK_GBS = 357.0
@@ -50,6 +50,26 @@ class GpuRow(Row):
     of_floor: float | None
     target: float | None
 
+    columns: ClassVar[tuple[Column, ...]] = (
+        ("collective", "", -14, "collective", ""),
+        ("MiB", "", 7, lambda row: row.size_bytes / MIB, ".4g"),
+        ("type", "", 8, "dtype", ""),
+        ("zeros", "(%)", 6, lambda row: 100 * row.sparsity, "g"),
+        ("ctas", "", 5, lambda row: row.max_ctas or "all", ""),
+        ("formats", "", 20, "format_mix", ""),
+        ("wire", "(MB)", 9, lambda row: row.wire_bytes / 1e6, ".3g"),
+        ("time", "(us)", 9, "time_us", ".1f"),
+        ("p10", "(us)", 9, "time_p10_us", ".1f"),
+        ("p90", "(us)", 9, "time_p90_us", ".1f"),
+        ("nccl", "(us)", 9, "nccl_time_us", ".1f"),
+        ("symm", "(us)", 9, "nccl_symm_time_us", ".1f"),
+        ("ratio", "", 7, lambda row: times(row.ratio), ""),
+        ("wanted", "", 7, lambda row: times(row.target), ""),
+        ("floor", "(us)", 8, "floor_us", ".1f"),
+        ("host", "(us)", 6, "host_us", ".1f"),
+        ("#wrong", "", 6, wrong_elems, ""),
+    )
+
 
 @dataclasses.dataclass(frozen=True)
 class CodecRow:
@@ -80,6 +100,15 @@ class CodecRow:
     hbm_read_gbs: float
     hbm_write_gbs: float
     hbm_copy_gbs: float
+
+    def line(self) -> str:
+        """This row as one line for the terminal."""
+        return (
+            f"  {self.what:14} {self.dense_bytes / MIB:7.4g} {self.dtype:>8} {100 * self.sparsity:6g} "
+            f"{self.time_us:9.1f} us, {self.gbs:.0f} GB/s of dense data, {self.of_rate:.2f} of the "
+            f"{'read' if self.what == 'encode' else 'write'} rate (wanted {_number(self.target, 2)}), "
+            f"floor {self.floor_us:.1f} us, {self.wrong} wrong"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,8 +201,7 @@ def make_codec_row(
     what: str, case: Case, encoded_bytes: int, seconds: Sequence[float], wrong: int, rates: Rates
 ) -> CodecRow:
     """Make a row. what: "encode" or "decode". seconds: of each iteration."""
-    p10, median, p90 = (float(t) for t in np.percentile(seconds, [10, 50, 90]))
-    dense = case.size_bytes
+    dense, median = case.size_bytes, float(np.median(seconds))
     read, written = (dense, encoded_bytes) if what == "encode" else (encoded_bytes, dense)
     gbs = dense / median / 1e9
     wanted = 0.85 if case.sparsity >= 0.9 else 0.6 if case.sparsity >= 0.5 else None
@@ -183,9 +211,7 @@ def make_codec_row(
         sparsity=case.sparsity,
         dense_bytes=dense,
         encoded_bytes=encoded_bytes,
-        time_us=1e6 * median,
-        time_p10_us=1e6 * p10,
-        time_p90_us=1e6 * p90,
+        **percentiles_us(seconds),
         gbs=gbs,
         of_rate=gbs / (rates.read_gbs if what == "encode" else rates.write_gbs),
         moved_gbs=(dense + encoded_bytes) / median / 1e9,
@@ -193,83 +219,15 @@ def make_codec_row(
         target=wanted,
         wrong=wrong,
         iters=len(seconds),
-        hbm_read_gbs=rates.read_gbs,
-        hbm_write_gbs=rates.write_gbs,
-        hbm_copy_gbs=rates.copy_gbs,
+        **{f"hbm_{name}": rate for name, rate in vars(rates).items()},
     )
 
 
-# ---- the table on the terminal ----
-
-_COLUMNS = (
-    ("collective", "", 14, "<"),
-    ("MiB", "", 7, ">"),
-    ("type", "", 8, ">"),
-    ("zeros", "(%)", 6, ">"),
-    ("ctas", "", 5, ">"),
-    ("formats", "", 20, ">"),
-    ("wire", "(MB)", 9, ">"),
-    ("time", "(us)", 9, ">"),
-    ("p10", "(us)", 9, ">"),
-    ("p90", "(us)", 9, ">"),
-    ("nccl", "(us)", 9, ">"),
-    ("symm", "(us)", 9, ">"),
-    ("ratio", "", 7, ">"),
-    ("wanted", "", 7, ">"),
-    ("floor", "(us)", 8, ">"),
-    ("host", "(us)", 6, ">"),
-    ("#wrong", "", 6, ">"),
-)
+# ---- the end of the output ----
 
 
-def _line(cells: Sequence[str]) -> str:
-    return " ".join(
-        f"{cell:{align}{width}}" for cell, (_, _, width, align) in zip(cells, _COLUMNS, strict=True)
-    ).rstrip()
-
-
-def _number(value: float | None, digits: int = 1, end: str = "") -> str:
-    return "-" if value is None else f"{value:.{digits}f}{end}"
-
-
-def gpu_table_head() -> str:
-    """The head of the table: two lines, names and units."""
-    return "# " + _line([c[0] for c in _COLUMNS]) + "\n# " + _line([c[1] for c in _COLUMNS])
-
-
-def gpu_table_line(row: GpuRow) -> str:
-    """One row of the table."""
-    return "  " + _line(
-        [
-            row.collective,
-            f"{row.size_bytes / MIB:.4g}",
-            row.dtype,
-            f"{100 * row.sparsity:g}",
-            str(row.max_ctas or "all"),
-            row.format_mix,
-            f"{row.wire_bytes / 1e6:.3g}",
-            f"{row.time_us:.1f}",
-            f"{row.time_p10_us:.1f}",
-            f"{row.time_p90_us:.1f}",
-            _number(row.nccl_time_us),
-            _number(row.nccl_symm_time_us),
-            _number(row.ratio, 2, "x"),
-            _number(row.target, 2, "x"),
-            _number(row.floor_us),
-            _number(row.host_us),
-            str(row.wrong + (row.peer_wrong or 0)),
-        ]
-    )
-
-
-def codec_line(row: CodecRow) -> str:
-    """One line about a codec row."""
-    return (
-        f"  {row.what:14} {row.dense_bytes / MIB:7.4g} {row.dtype:>8} {100 * row.sparsity:6g} "
-        f"{row.time_us:9.1f} us, {row.gbs:.0f} GB/s of dense data, {row.of_rate:.2f} of the "
-        f"{'read' if row.what == 'encode' else 'write'} rate (wanted {_number(row.target, 2)}), "
-        f"floor {row.floor_us:.1f} us, {row.wrong} wrong"
-    )
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def summary(rows: Sequence[GpuRow], codec: Sequence[CodecRow], left_out: Sequence[Any]) -> str:
@@ -293,7 +251,7 @@ def summary(rows: Sequence[GpuRow], codec: Sequence[CodecRow], left_out: Sequenc
         if not ctas:
             text.append(f"host cost of one {collective}: {_number(ours)} us (NCCL {_number(nccl)} us)")
     text += [f"# not measured, because the time of --seconds was spent: {case}" for case in left_out]
-    wrong = sum(r.wrong + (r.peer_wrong or 0) for r in rows) + sum(c.wrong for c in codec)
+    wrong = sum(map(wrong_elems, rows)) + sum(c.wrong for c in codec)
     text.append(f"{len(rows) + len(codec)} rows, {len(left_out)} left out, {wrong} wrong elements")
     return "\n".join(text)
 

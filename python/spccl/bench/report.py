@@ -12,14 +12,33 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from .cases import ELEM_BYTES, Case
+
+Column = tuple[str, str, int, str | Callable[[Any], Any], str]  # name, unit, width, field or value of a row, format
+
+
+def wrong_elems(row: Any) -> int:
+    return row.wrong + (row.peer_wrong or 0)
+
+
+def times(ratio: float | None) -> str | None:
+    return None if ratio is None else f"{ratio:.2f}x"
+
+
+def _peer_resent(row: HostRow) -> str | None:
+    return None if row.peer_retransmits is None else f"{row.peer_retransmits}/{row.peer_timeouts}"
+
+
+def _line(cells: Sequence[tuple[str, int]]) -> str:
+    """Texts, each in its width: right-aligned, or left-aligned if the width is negative."""
+    return " ".join(text.ljust(-width) if width < 0 else text.rjust(width) for text, width in cells).rstrip()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +83,40 @@ class Row:
     schedule: str = dataclasses.field(default="auto", kw_only=True)
     format: str = dataclasses.field(default="auto", kw_only=True)
 
+    # The table on the terminal: columns of nccl-tests and some more. None is written as "-".
+    columns: ClassVar[tuple[Column, ...]] = (
+        ("collective", "", -14, "collective", ""),
+        ("size", "(B)", 11, "size_bytes", ""),
+        ("count", "(elements)", 11, "count", ""),
+        ("type", "", 8, "dtype", ""),
+        ("op", "", 5, "op", ""),
+        ("zeros", "(%)", 7, lambda row: 100 * row.sparsity, "g"),
+        ("formats", "", 20, "format_mix", ""),
+        ("wire", "(B/rank)", 11, "wire_bytes", ""),
+        ("time", "(us)", 10, "time_us", ".1f"),
+        ("p10", "(us)", 10, "time_p10_us", ".1f"),
+        ("p90", "(us)", 10, "time_p90_us", ".1f"),
+        ("algbw", "(GB/s)", 8, "algbw_gbs", ".2f"),
+        ("busbw", "(GB/s)", 8, "busbw_gbs", ".2f"),
+        ("peer", "(us)", 10, "peer_time_us", ".1f"),
+        ("ratio", "", 7, lambda row: times(row.ratio), ""),
+        ("#wrong", "", 6, wrong_elems, ""),
+    )
+
+    @classmethod
+    def head(cls, peer: str = "peer") -> str:
+        """Two lines that name the columns of `line`, and their units. peer: name of the dense library, or "none"."""
+        columns = [c if c[0] != "peer" else (peer, "" if peer == "none" else c[1], *c[2:]) for c in cls.columns]
+        return "".join(("# ", _line([(c[0], c[2]) for c in columns]), "\n# ", _line([(c[1], c[2]) for c in columns])))
+
+    def line(self) -> str:
+        """This row as one line of the table."""
+        cells = []
+        for _, _, width, value, form in self.columns:
+            found = getattr(self, value) if isinstance(value, str) else value(self)
+            cells.append(("-" if found is None else format(found, form), width))
+        return "  " + _line(cells)
+
 
 @dataclasses.dataclass(frozen=True)
 class HostRow(Row):
@@ -92,6 +145,24 @@ class HostRow(Row):
     last_us: float | None = None
     first_bytes: int | None = None
 
+    columns: ClassVar[tuple[Column, ...]] = (
+        *Row.columns,
+        ("t/wire", "", 8, "time_over_wire", ".2f"),
+        ("resent", "", 8, "retransmits", ""),
+        ("timeouts", "", 8, "timeouts", ""),
+        ("peer's", "", 8, _peer_resent, ""),
+    )
+
+    def line(self) -> str:
+        text = super().line()
+        if self.alone_us and self.first_us and self.last_us and self.first_bytes:
+            text += (
+                f"\n#   {self.in_flight} in flight: the first is done after {self.first_us:.1f} us, the last after "
+                f"{self.last_us:.1f} us; one alone takes {self.alone_us:.1f} us; first / alone = "
+                f"{self.first_us / self.alone_us:.2f} in time, {self.first_bytes / self.host_bytes:.2f} in bytes"
+            )
+        return text
+
 
 def bus_factor(collective: str, world_size: int) -> float:
     """busbw / algbw: the bytes that the busiest link must carry, per byte of the size. Source: nccl-tests,
@@ -117,6 +188,12 @@ def format_mix(frames: dict[str, int]) -> str:
     return " ".join(f"{name} {100 * n / total:.0f}%" for n, name in used) or "-"
 
 
+def percentiles_us(seconds: Any) -> dict[str, float]:
+    """Median, 10th and 90th percentile, as a row's fields."""
+    p10, median, p90 = (float(1e6 * t) for t in np.percentile(seconds, [10, 50, 90]))
+    return {"time_us": median, "time_p10_us": p10, "time_p90_us": p90}
+
+
 def make_row(
     case: Case,
     *,
@@ -132,41 +209,32 @@ def make_row(
     frames: dict[str, int],
 ) -> Row:
     """Make a row. ours_s, peer_s: [iters] seconds per call of the slowest rank; entries of equal index are a pair."""
-    p10, median, p90 = np.percentile(ours_s, [10, 50, 90])
     block = case.block_elems(world_size)
     blocks = world_size if case.collective in ("all_gather", "reduce_scatter") else 1
     size = block * blocks * ELEM_BYTES[case.dtype]
-    peer_us: list[float | None] = [None] * 3
-    ratios: list[float | None] = [None] * 3
+    ratios: dict[str, float | None] = dict.fromkeys(("ratio", "ratio_p10", "ratio_p90"))
+    peer_us: dict[str, float | None] = dict.fromkeys(("peer_time_us", "peer_p10_us", "peer_p90_us"))
     if peer_s is not None:
-        peer_us = [float(1e6 * t) for t in np.percentile(peer_s, [10, 50, 90])]
-        paired = np.percentile(peer_s / ours_s, [10, 90])
-        ratios = [float(paired[0]), float(np.median(peer_s) / median), float(paired[1])]
-    algbw = algbw_gbs(size, float(median))
+        p10, p90 = np.percentile(peer_s / ours_s, [10, 90])
+        median = np.median(peer_s) / np.median(ours_s)
+        ratios = {"ratio": float(median), "ratio_p10": float(p10), "ratio_p90": float(p90)}
+        peer_us = dict(zip(peer_us, percentiles_us(peer_s).values(), strict=True))
+    algbw = algbw_gbs(size, float(np.median(ours_s)))
     return Row(
-        collective=case.collective,
+        **{name: getattr(case, name) for name in ("collective", "dtype", "op", "sparsity")},
+        **percentiles_us(ours_s),
+        **peer_us,
+        **ratios,
         via=via,
         ranks=world_size,
         size_bytes=size,
         count=block,
-        dtype=case.dtype,
-        op=case.op,
-        sparsity=case.sparsity,
         format_mix=format_mix(frames),
         wire_bytes=round(wire_bytes),
         dense_bytes=round(dense_bytes),
-        time_us=float(1e6 * median),
-        time_p10_us=float(1e6 * p10),
-        time_p90_us=float(1e6 * p90),
         algbw_gbs=algbw,
         busbw_gbs=algbw * bus_factor(case.collective, world_size),
         peer=peer,
-        peer_time_us=peer_us[1],
-        peer_p10_us=peer_us[0],
-        peer_p90_us=peer_us[2],
-        ratio=ratios[1],
-        ratio_p10=ratios[0],
-        ratio_p90=ratios[2],
         wrong=wrong,
         peer_wrong=peer_wrong,
         iters=len(ours_s),
@@ -174,81 +242,6 @@ def make_row(
         schedule=os.environ.get("SPCCL_SCHEDULE") or "auto",
         format=os.environ.get("SPCCL_FORMAT") or "auto",
     )
-
-
-# ---- the table on the terminal: columns of nccl-tests and some more ----
-
-_COLUMNS = (
-    ("collective", 14, "<"),
-    ("size", 11, ">"),
-    ("count", 11, ">"),
-    ("type", 8, ">"),
-    ("op", 5, ">"),
-    ("zeros", 7, ">"),
-    ("formats", 20, ">"),
-    ("wire", 11, ">"),
-    ("time", 10, ">"),
-    ("p10", 10, ">"),
-    ("p90", 10, ">"),
-    ("algbw", 8, ">"),
-    ("busbw", 8, ">"),
-    ("peer", 10, ">"),
-    ("ratio", 7, ">"),
-    ("#wrong", 6, ">"),
-)
-_UNITS = ("", "(B)", "(elements)", "", "", "(%)", "", "(B/rank)", "(us)", "(us)", "(us)", "(GB/s)", "(GB/s)")
-
-
-def _line(cells: Iterable[str]) -> str:
-    return " ".join(f"{cell:{align}{width}}" for cell, (_, width, align) in zip(cells, _COLUMNS, strict=True)).rstrip()
-
-
-_HOST_COLUMNS = ("t/wire", "resent", "timeouts", "peer's")
-
-
-def _host_cells(cells: Iterable[str]) -> str:
-    return "".join(f" {cell:>8}" for cell in cells)
-
-
-def table_head(peer: str, with_hosts: bool = False) -> str:
-    """Two lines that name the columns. with_hosts: also those of emulated hosts."""
-    names = [peer if name == "peer" else name for name, _, _ in _COLUMNS]
-    units = [*_UNITS, "(us)" if peer != "none" else "", "", ""]
-    more = _host_cells(_HOST_COLUMNS) if with_hosts else ""
-    return "# " + _line(names) + more + "\n# " + _line(units)
-
-
-def table_line(row: Row) -> str:
-    """One row, under `table_head`."""
-    more = ""
-    if isinstance(row, HostRow):
-        peer = "-" if row.peer_retransmits is None else f"{row.peer_retransmits}/{row.peer_timeouts}"
-        more = _host_cells((f"{row.time_over_wire:.2f}", f"{row.retransmits}", f"{row.timeouts}", peer))
-        if row.alone_us and row.first_us and row.last_us and row.first_bytes:
-            more += (
-                f"\n#   {row.in_flight} in flight: the first is done after {row.first_us:.1f} us, the last after "
-                f"{row.last_us:.1f} us; one alone takes {row.alone_us:.1f} us; first / alone = "
-                f"{row.first_us / row.alone_us:.2f} in time, {row.first_bytes / row.host_bytes:.2f} in bytes"
-            )
-    cells = [
-        row.collective,
-        str(row.size_bytes),
-        str(row.count),
-        row.dtype,
-        row.op,
-        f"{100 * row.sparsity:g}",
-        row.format_mix,
-        str(row.wire_bytes),
-        f"{row.time_us:.1f}",
-        f"{row.time_p10_us:.1f}",
-        f"{row.time_p90_us:.1f}",
-        f"{row.algbw_gbs:.2f}",
-        f"{row.busbw_gbs:.2f}",
-        "-" if row.peer_time_us is None else f"{row.peer_time_us:.1f}",
-        "-" if row.ratio is None else f"{row.ratio:.2f}x",
-        str(row.wrong + (row.peer_wrong or 0)),
-    ]
-    return "  " + _line(cells) + more
 
 
 # ---- files ----
