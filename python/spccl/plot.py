@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,36 @@ def _figure_module() -> Any:
     return matplotlib.pyplot
 
 
+def _panels(plt: Any, collectives: Sequence[str], height: float, **more: Any) -> tuple[Any, list[Any]]:
+    """A figure with one panel for each collective."""
+    size = (4.6 * len(collectives), height)
+    figure, panels = plt.subplots(1, len(collectives), figsize=size, squeeze=False, layout="constrained", **more)
+    return figure, panels[0]
+
+
+def _draw(panel: Any, zeros: Sequence[float], points: Iterable[tuple[float, ...]], label: str) -> None:
+    """Draw ratios with bars from p10 to p90. zeros: all places of the axis. points: (sparsity, ratio, p10, p90)."""
+    import numpy as np
+
+    at, ratio, low, high = np.array(sorted(points)).T
+    spread = np.maximum(0.0, [ratio - low, high - ratio])
+    panel.errorbar([zeros.index(zero) for zero in at], ratio, yerr=spread, marker="o", capsize=3, label=label)
+
+
+def _finish(panel: Any, collective: str, zeros: Sequence[float]) -> None:
+    panel.axhline(1.0, color="grey", linewidth=1)
+    panel.set_yscale("log", base=2)
+    panel.yaxis.set_major_formatter("{x:g}×")
+    panel.set_xticks(range(len(zeros)), [f"{100 * zero:g}%" for zero in zeros])
+    panel.set_title(collective)
+    panel.set_xlabel("zeros in the input")
+    panel.legend(fontsize="x-small")
+
+
+def _point(row: dict[str, str]) -> tuple[float, ...]:
+    return tuple(float(row[name]) for name in ("sparsity", "ratio", "ratio_p10", "ratio_p90"))
+
+
 def speedup_over_sparsity(sources: Sequence[Path], output: Path) -> int:
     """Draw one panel per collective: time of the dense library / time of spccl, over the fraction of zeros.
 
@@ -40,7 +70,7 @@ def speedup_over_sparsity(sources: Sequence[Path], output: Path) -> int:
     Raises: ValueError if a file is not of `spccl bench --csv` or has no times of a peer.
     """
     plt = _figure_module()
-    lines: dict[str, dict[str, list[tuple[float, float, float, float]]]] = {}
+    lines: dict[str, dict[str, list[tuple[float, ...]]]] = {}
     captions, n_points = [], 0
     for source in sources:
         rows, facts = read_csv(source)
@@ -51,40 +81,19 @@ def speedup_over_sparsity(sources: Sequence[Path], output: Path) -> int:
             size = int(row["size_bytes"])
             text = f"{size / 2**20:.4g} MiB" if size >= 1 << 20 else f"{size / 1024:.4g} KiB"
             label = f"{row['ranks']} ranks, {text} {row['dtype']}, {row['via']} against {row['peer']}"
-            point = (
-                float(row["sparsity"]),
-                float(row["ratio"]),
-                float(row["ratio_p10"]),
-                float(row["ratio_p90"]),
-            )
-            lines.setdefault(row["collective"], {}).setdefault(label, []).append(point)
+            lines.setdefault(row["collective"], {}).setdefault(label, []).append(_point(row))
             n_points += 1
         captions.append(
             f"{source.name}: {facts.get('cpu', '?')}, {facts.get('cores', '?')} cores, "
             f"commit {facts.get('commit', '?')}"
         )
-    figure, panels = plt.subplots(
-        1, len(lines), figsize=(4.6 * len(lines), 4.4), squeeze=False, layout="constrained"
-    )
-    for panel, (collective, by_label) in zip(panels[0], lines.items(), strict=True):
+    figure, panels = _panels(plt, list(lines), 4.4)
+    for panel, (collective, by_label) in zip(panels, lines.items(), strict=True):
         zeros = sorted({point[0] for points in by_label.values() for point in points})
         for label, points in by_label.items():
-            points.sort()
-            positions = [zeros.index(point[0]) for point in points]
-            ratio = [point[1] for point in points]
-            spread = [
-                [max(0.0, point[1] - point[2]) for point in points],
-                [max(0.0, point[3] - point[1]) for point in points],
-            ]
-            panel.errorbar(positions, ratio, yerr=spread, marker="o", capsize=3, label=label)
-        panel.axhline(1.0, color="grey", linewidth=1)
-        panel.set_yscale("log", base=2)
-        panel.yaxis.set_major_formatter("{x:g}×")
-        panel.set_xticks(range(len(zeros)), [f"{100 * zero:g}%" for zero in zeros])
-        panel.set_title(collective)
-        panel.set_xlabel("zeros in the input")
-        panel.legend(fontsize="x-small")
-    panels[0][0].set_ylabel("speed-up over the dense library, same run")
+            _draw(panel, zeros, points, label)
+        _finish(panel, collective, zeros)
+    panels[0].set_ylabel("speed-up over the dense library, same run")
     figure.supxlabel("\n".join(captions), fontsize="x-small")
     figure.savefig(output, dpi=150)
     plt.close(figure)
@@ -99,14 +108,14 @@ def is_gpu_result(source: Path) -> bool:
 
 def gpu_points(
     rows: Sequence[dict[str, str]], size_bytes: int, dtype: str
-) -> dict[str, dict[float, tuple[float, float, float, float]]]:
+) -> dict[str, dict[float, tuple[float, ...]]]:
     """The points to draw, as {collective: {sparsity: (ratio, its p10, its p90, roofline)}}.
 
     They come from the rows of that size and dtype without a limit to the thread blocks. The roofline is the peer's
     time divided by the row's floor, the least time at the rates of memory and links.
     Raises: ValueError if there is no such row; the text lists the sizes and dtypes that exist.
     """
-    found: dict[str, dict[float, tuple[float, float, float, float]]] = {}
+    found: dict[str, dict[float, tuple[float, ...]]] = {}
     there = set()
     for row in rows:
         size = int(row["size_bytes"])
@@ -116,8 +125,8 @@ def gpu_points(
         if not close or row["dtype"] != dtype or int(row["max_ctas"]) != 0 or not row["ratio"] or not row["floor_us"]:
             continue
         roofline = float(row["peer_time_us"]) / float(row["floor_us"])
-        point = (float(row["ratio"]), float(row["ratio_p10"]), float(row["ratio_p90"]), roofline)
-        found.setdefault(row["collective"], {})[float(row["sparsity"])] = point
+        zeros, *ratios = _point(row)
+        found.setdefault(row["collective"], {})[zeros] = (*ratios, roofline)
     if not found:
         wanted = f"{size_bytes / MIB:g} MiB {dtype}"
         raise ValueError(f"no row of {wanted} with a peer's time and a floor; there is {', '.join(sorted(there))}")
@@ -145,12 +154,17 @@ def gpu_speedup_with_roofline(
         found = gpu_points([row for row in rows if row.get("device") == "cuda"], size_bytes, dtype)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
-    figure, panels = plt.subplots(
-        1, len(found), figsize=(4.6 * len(found), 4.6), squeeze=False, sharey=True, layout="constrained"
-    )
-    for panel, (collective, points) in zip(panels[0], found.items(), strict=True):
-        _gpu_panel(panel, collective, points)
-    panels[0][0].set_ylabel("speed-up over NCCL, same run")
+    figure, panels = _panels(plt, list(found), 4.6, sharey=True)
+    for panel, (collective, points) in zip(panels, found.items(), strict=True):
+        zeros = sorted(points)
+        roofline = [points[zero][3] for zero in zeros]
+        panel.plot(range(len(zeros)), roofline, ".--", color="grey", label="roofline of this machine")
+        _draw(panel, zeros, [(zero, *points[zero][:3]) for zero in zeros], "spccl, p10 to p90")
+        if PAPER_SPARSITY in zeros and collective in PAPER:
+            at, best = zeros.index(PAPER_SPARSITY), PAPER[collective]
+            panel.plot(at, best, "*", color="black", markersize=11, label="the paper, up to")
+        _finish(panel, collective, zeros)
+    panels[0].set_ylabel("speed-up over NCCL, same run")
     world = rows[0]["ranks"]
     figure.suptitle(f"{size_bytes / MIB:g} MiB {dtype}, {world} GPUs")
     rates = ", ".join(f"{name} {facts[key]}" for name, key in _RATES if key in facts)
@@ -167,26 +181,3 @@ def gpu_speedup_with_roofline(
 
 
 _RATES = (("read", "hbm_read_gbs"), ("write", "hbm_write_gbs"), ("link", "link_gbs"))
-
-
-def _gpu_panel(panel: Any, collective: str, points: dict[float, tuple[float, float, float, float]]) -> None:
-    zeros = sorted(points)
-    positions = range(len(zeros))
-    ratio, low, high, roofline = zip(*(points[zero] for zero in zeros), strict=True)
-    spread = [
-        [max(0.0, r - edge) for r, edge in zip(ratio, low, strict=True)],
-        [max(0.0, edge - r) for r, edge in zip(ratio, high, strict=True)],
-    ]
-    panel.plot(positions, roofline, color="grey", linestyle="--", marker=".", label="roofline of this machine")
-    panel.errorbar(positions, ratio, yerr=spread, marker="o", capsize=3, label="spccl, p10 to p90")
-    if PAPER_SPARSITY in zeros and collective in PAPER:
-        panel.plot(
-            zeros.index(PAPER_SPARSITY), PAPER[collective], "*", color="black", markersize=11, label="the paper, up to"
-        )
-    panel.axhline(1.0, color="grey", linewidth=1)
-    panel.set_yscale("log", base=2)
-    panel.yaxis.set_major_formatter("{x:g}×")
-    panel.set_xticks(positions, [f"{100 * zero:g}%" for zero in zeros])
-    panel.set_title(collective)
-    panel.set_xlabel("zeros in the input")
-    panel.legend(fontsize="x-small")
