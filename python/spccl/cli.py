@@ -220,7 +220,7 @@ def verify_command(device: str, ranks: int | None, transport: str | None, timeou
         need("torch", "spccl verify --device cuda", "pip install 'torch>=2.9'")
         if transport is not None:
             raise click.BadParameter("is for --device cpu", param_hint="--transport")
-        from .bench.gpu_cli import n_ranks
+        from .bench.command import n_ranks
         from .bench.gpu_verify import verify_gpus
 
         ranks = n_ranks("spccl verify", ranks)

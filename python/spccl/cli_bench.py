@@ -1,18 +1,17 @@
-"""The command `spccl bench`: its options, and what both devices share. bench/cpu_cli.py and gpu_cli.py run it."""
+"""The command `spccl bench`: its options. bench/command.py runs it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from . import errors
 from .bench.cases import COLLECTIVES, OPS
-from .cli_types import Fail, GroupedCommand, List, OutFile, Size, Sparsity, need
+from .cli_types import GroupedCommand, List, OutFile, Size, Sparsity, need
 from .frame import DTYPES
 
 _SCHEDULES = ("auto", "direct", "oneshot", "relayed", "ring", "hierarchical")
@@ -24,7 +23,7 @@ _GROUPS = (
     ("Where", ("device", "ranks", "hosts", "rate", "transport")),
     ("How spccl sends", ("schedule", "format", "via")),
     ("How it is measured", ("peer", "iters", "warmup", "in_flight", "timeout")),
-    ("On GPUs only", ("max_ctas", "graph", "out_of_place", "codec", "seconds", "codec_file")),
+    ("On GPUs only", ("max_ctas", "graph", "out_of_place", "codec", "seconds", "codec_csv")),
     ("Results", ("csv_file", "json_file")),
 )
 _EXAMPLES = (
@@ -54,12 +53,6 @@ def _forced(options: dict[str, Any]) -> Iterator[None]:
             os.environ.pop(variable, None)
             if value is not None:
                 os.environ[variable] = value
-
-
-def _write(path: Path | None, text: Callable[[], str]) -> None:
-    if path is not None:
-        path.write_text(text())
-        click.echo(f"# written: {path}")
 
 
 @click.command("bench", cls=GroupedCommand, groups=_GROUPS, examples=_EXAMPLES)
@@ -167,7 +160,7 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
 @click.option("--csv", "csv_file", type=OutFile(), help="Write rows here.")
 @click.option(
     "--codec-csv",
-    "codec_file",
+    "codec_csv",
     type=OutFile(),
     help="GPUs: write the rows of encode and decode here.",
 )
@@ -181,7 +174,7 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
 )
 @click.pass_context
 def bench_command(
-    ctx: click.Context, csv_file: Path | None, codec_file: Path | None, json_file: Path | None, **options: Any
+    ctx: click.Context, csv_file: Path | None, codec_csv: Path | None, json_file: Path | None, **options: Any
 ) -> None:
     """Time spccl and a dense library, Gloo or NCCL. Both run in turns. Columns are as in nccl-tests.
 
@@ -195,57 +188,14 @@ def bench_command(
     between two events on the stream.
     """
     need("numpy", "spccl bench", "pip install numpy")
-    ctx.with_resource(_forced(options))
-    unset = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
-    given = {name: value for name, value in options.items() if ctx.get_parameter_source(name) not in unset}
-    if codec_file is not None:
-        given["codec_csv"] = codec_file
     if options["device"] == "cuda":
         need("torch", "spccl bench --device cuda", "pip install 'torch>=2.9'")
-        from .bench import gpu_cli
+    from .bench import command
 
-        if codec_file is not None:
-            given.setdefault("codec", True)
-        gpu_cli.bench(given, options, {"csv": csv_file, "codec_csv": codec_file, "json": json_file})
-        return
-    for name in ("max_ctas", "graph", "out_of_place", "seconds", "codec", "codec_csv"):
-        if name in given:
-            raise click.BadParameter("is for --device cuda", param_hint="--" + name.replace("_", "-"))
-    if options["peer"] == "nccl":
-        raise click.BadParameter("nccl needs --device cuda; with --device cpu use gloo or none", param_hint="--peer")
+    ctx.with_resource(_forced(options))
+    unset = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
+    files = {"csv": csv_file, "codec_csv": codec_csv, "json": json_file}
+    given = {name for name in ctx.params if ctx.get_parameter_source(name) not in unset}
     if options["hosts"] is not None and "ranks" not in given:
         options["ranks"] = options["hosts"]
-    _bench_cpu(options, csv_file, json_file)
-
-
-def _bench_cpu(options: dict[str, Any], csv_file: Path | None, json_file: Path | None) -> None:
-    from ._launch import RanksFailed
-    from .bench import cpu_cli, report, runner
-    from .bench.hosts import CannotEmulate
-
-    plan = cpu_cli.plan_of(options)
-
-    def on_row(row: report.Row) -> None:
-        click.echo(row.line())
-
-    torchrun = runner.under_torchrun()
-    is_first = not torchrun or os.environ["RANK"] == "0"
-    facts: dict[str, str] = {}
-    if is_first:
-        facts = report.machine() | {"command": report.command()}
-        for key, value in facts.items():
-            click.echo(f"# {key}: {value}")
-        click.echo((report.HostRow if plan.n_hosts else report.Row).head(plan.peer))
-    try:
-        if torchrun:
-            rows = runner.run_here(plan, on_row)
-        else:
-            rows = runner.run_spawned(plan, options["ranks"], deadline_s=options["timeout"], on_row=on_row)
-    except (RanksFailed, CannotEmulate, errors.Error) as error:
-        raise Fail(f"spccl bench failed:\n{error}") from error
-    if is_first:
-        _write(csv_file, lambda: report.to_csv(rows, facts))
-        _write(json_file, lambda: report.to_json(rows, facts))
-    wrong = sum(row.wrong + (row.peer_wrong or 0) for row in rows)
-    if wrong:
-        raise Fail(f"{wrong} element(s) were wrong: see column #wrong")
+    command.bench(given, options, files)

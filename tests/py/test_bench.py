@@ -12,7 +12,7 @@ import pytest
 
 from spccl import _launch as launch
 from spccl import plot, verify
-from spccl.bench import cases, report, runner
+from spccl.bench import cases, report, runner, start
 
 # ---- functions that run as ranks; they must be importable by name ----
 
@@ -262,8 +262,8 @@ def test_bench_checks_and_times(via):
         timeout_s=60,
     )
     seen = []
-    rows = runner.run_spawned(plan, 2, deadline_s=150, on_row=seen.append)
-    assert rows == seen and len(rows) == 16
+    rows = start.run_spawned(plan, 2, deadline_s=150, on_message=seen.append)
+    assert [("row", row) for row in rows] == seen and len(rows) == 16
     for made, case in zip(rows, plan.cases, strict=True):
         assert (made.collective, made.size_bytes, made.sparsity) == (
             case.collective,
@@ -286,7 +286,7 @@ def test_bench_without_torch_in_the_ranks():
         warmup=0,
         timeout_s=60,
     )
-    rows = runner.run_spawned(plan, 3, deadline_s=120, on_row=lambda _: None)
+    rows = start.run_spawned(plan, 3, deadline_s=120, on_message=lambda _: None)
     assert [made.wrong for made in rows] == [0, 0] and rows[0].ratio is None and rows[0].peer == "none"
 
 

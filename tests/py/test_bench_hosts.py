@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from host_cluster import NO_HOSTS
 
-from spccl.bench import cases, hosts, report, runner
+from spccl.bench import cases, hosts, report, runner, start
 from spccl.cli import main
 
 pytest.importorskip("torch")
@@ -147,7 +147,7 @@ def test_bench_over_hosts(ranks):
         rate="500mbit",
         in_flight=3,
     )
-    rows = runner.run_spawned(plan, ranks, deadline_s=120, on_row=lambda row: None)
+    rows = start.run_spawned(plan, ranks, deadline_s=120, on_message=lambda _: None)
     assert namespaces() == []
     row = rows[0]
     assert row.wrong == 0
@@ -171,5 +171,5 @@ def test_rows_without_hosts_have_no_such_columns():
         iters=2,
         warmup=0,
     )
-    row = runner.run_spawned(plan, 2, deadline_s=120, on_row=lambda row: None)[0]
+    row = start.run_spawned(plan, 2, deadline_s=120, on_message=lambda _: None)[0]
     assert type(row) is report.Row

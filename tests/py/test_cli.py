@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import spccl
 from spccl import cli
-from spccl.bench import report, runner
+from spccl.bench import report, start
 from spccl.cli import main
 
 info_module = sys.modules["spccl.info"]  # spccl.info is its function
@@ -111,7 +111,7 @@ def test_hints_name_what_an_index_has(monkeypatch):
 
 
 def test_bench_refuses_a_file_that_cannot_be_written_before_it_measures(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "run_spawned", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(start, "run_spawned", lambda *_, **__: pytest.fail("measured"))
     missing = tmp_path / "no such folder" / "x.csv"
     for option in ("--csv", "--json"):
         text = run("bench", option, missing, code=2)
@@ -129,7 +129,7 @@ def test_bench_refuses_a_file_that_cannot_be_written_before_it_measures(tmp_path
     ],
 )
 def test_bench_refuses_sizes_without_an_element(args, words, monkeypatch):
-    monkeypatch.setattr(runner, "run_spawned", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(start, "run_spawned", lambda *_, **__: pytest.fail("measured"))
     text = " ".join(run("bench", "--peer", "none", *args, code=2).split())
     assert all(word in text for word in words), text
 

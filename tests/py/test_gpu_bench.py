@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 click_testing = pytest.importorskip("click.testing")
 
 from spccl import cli, verify  # noqa: E402
-from spccl.bench import cases, gpu, gpu_cli, gpu_codec, gpu_report, gpu_torch, gpu_verify, report  # noqa: E402
+from spccl.bench import cases, command, gpu, gpu_codec, gpu_report, gpu_torch, gpu_verify, report, start  # noqa: E402
 
 RATES = gpu_report.Rates(4000.0, 4000.0, 3900.0)
 CPU = torch.device("cpu")
@@ -151,7 +151,7 @@ def test_all_of_it_over_two_processes(in_place):
     chosen = tuple(cases.cases(cases.COLLECTIVES, [1 << 12, 1 << 19], ["float32", "bfloat16"], "sum", [0.99, 0.0]))
     plan = gpu.GpuPlan(chosen, device="cpu", iters=3, warmup=1, host_calls=20, in_place=in_place, timeout_s=60)
     heard = []
-    rows = gpu.run_gpus(plan, 2, deadline_s=200, on_message=heard.append)
+    rows = start.run_spawned(plan, 2, deadline_s=200, on_message=heard.append)
     kinds = [kind for kind, _ in heard]
     assert kinds == ["facts", *["row"] * len(chosen), "left out"] and heard[-1][1] == []
     assert "nccl_symm skipped: only CUDA memory" in heard[0][1]["peers"]
@@ -168,7 +168,7 @@ def test_a_spent_budget_leaves_cases_out_on_all_ranks():
     chosen = tuple(cases.cases(["all_gather"], [1 << 16], ["float32"], "sum", [0.9, 0.5]))
     plan = gpu.GpuPlan(chosen, device="cpu", host_calls=0, seconds=1e-6, timeout_s=60)
     heard = []
-    assert gpu.run_gpus(plan, 2, deadline_s=100, on_message=heard.append) == []
+    assert start.run_spawned(plan, 2, deadline_s=100, on_message=heard.append) == []
     assert heard[-1] == ("left out", list(chosen))
 
 
@@ -183,16 +183,16 @@ def run(*args, code=0):
 
 def options(**changes):
     base = {p.name: p.default for p in cli.main.commands["bench"].params}
-    base |= {"smallest": 64 << 10, "largest": 16 << 20}
+    base |= {"smallest": 64 << 10, "largest": 16 << 20, "device": "cuda"}
     return base | changes
 
 
 def test_plan_without_and_with_chosen_cases():
-    plan = gpu_cli.plan_of({}, options())
+    plan = command.plan_of({}, options())
     assert plan.cases == tuple(cases.gpu_targets()) and len(plan.codec) == 10 and plan.with_peers
     assert {c.dtype for c in plan.codec} == {"float32", "bfloat16"}
     given = {"collectives": ("all_reduce",), "max_ctas": (0, 32)}
-    plan = gpu_cli.plan_of(given, options(**given, sparsities=(0.99,), graph=True, peer="none"))
+    plan = command.plan_of(given, options(**given, sparsities=(0.99,), graph=True, peer="none"))
     assert [(c.size_bytes >> 20, c.max_ctas, c.target) for c in plan.cases] == [(512, 0, 8.0), (512, 32, 3.0)]
     assert plan.codec == () and plan.graph and not plan.with_peers
 
@@ -225,10 +225,10 @@ def test_what_was_measured_before_a_failure_is_written(monkeypatch, tmp_path):
     def fail(plan, world, *, deadline_s, on_message):
         on_message(("facts", {"gpu": "1 x a GPU"}))
         on_message(("row", gpu_row()))
-        raise gpu_cli.RanksFailed("rank 1 of 4: died without a message")
+        raise command.RanksFailed("rank 1 of 4: died without a message")
 
-    monkeypatch.setattr(gpu_cli, "n_ranks", lambda command, asked: 4)
-    monkeypatch.setattr(gpu_cli.gpu, "run_gpus", fail)
+    monkeypatch.setattr(command, "n_ranks", lambda command, asked: 4)
+    monkeypatch.setattr(start, "run_spawned", fail)
     text = run("--device", "cuda", "--csv", tmp_path / "r.csv", code=1)
     assert "rank 1 of 4: died without a message" in text and "1 rows" in text
     rows, facts = report.read_csv(tmp_path / "r.csv")

@@ -11,19 +11,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._launch import Rank, run_ranks
 from . import gpu_torch
 from .cases import ELEM_BYTES, REDUCING, Case
 from .gpu_report import GpuRow, Measured, Rates, make_gpu_row
 from .gpu_torch import ROOT, expected_output, input_of, make_clock, same_bits, starter
+from .start import BasePlan
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +32,9 @@ _HOST_CASE_BYTES = 128 << 10  # at this size an iteration makes one call (Case.c
 
 
 @dataclasses.dataclass(frozen=True)
-class GpuPlan:
-    """What to measure, and how.
+class GpuPlan(BasePlan):
+    """Measures spccl on GPU memory. `run` sends ("facts", dict) first, ("codec", CodecRow) too, and
+    ("left out", [Case]) at the end.
 
     seconds: budget for timing, without start-up. When it is spent, the remaining rows are left out. None: no limit.
     in_place: the all-gather's input is a part of its output.
@@ -43,18 +42,16 @@ class GpuPlan:
     codec: arrays that the GPU of rank 0 encodes and decodes, before the collectives are measured.
     """
 
-    cases: tuple[Case, ...]
     codec: tuple[Case, ...] = ()
     device: str = "cuda"
     with_peers: bool = True
-    iters: int = 20
-    warmup: int = 3
     seconds: float | None = None
     in_place: bool = True
     graph: bool = False
     host_calls: int = 1000
-    timeout_s: float = 120.0  # of one collective
-    store_file: str = ""
+
+    def run(self, rank: int, world_size: int, ordinal: int, store: Any, send: Callable[[Any], None]) -> list[GpuRow]:
+        return _run_cases(rank, world_size, ordinal, self, store, send)
 
 
 class System:
@@ -342,42 +339,3 @@ def _symmetric(
         return [], why
     stack.callback(made.close)
     return [System("nccl_symm", made.group, made.source, made.target)], ""
-
-
-# ---- starting the ranks ----
-
-
-def _spawned_rank(rank: Rank, plan: GpuPlan) -> list[GpuRow]:
-    import torch.distributed as dist
-
-    store = dist.FileStore(plan.store_file, rank.world_size)
-    store.set_timeout(datetime.timedelta(seconds=plan.timeout_s))
-    return _run_cases(rank.rank, rank.world_size, rank.rank, plan, store, _sender(rank))
-
-
-def _sender(rank: Rank) -> Callable[[Any], None]:
-    return rank.send if rank.rank == 0 else lambda _message: None
-
-
-def run_gpus_here(plan: GpuPlan, on_message: Callable[[Any], None]) -> list[GpuRow]:
-    """Run as one rank of the job that torchrun started; `on_message` is called on rank 0 only."""
-    import torch.distributed as dist
-
-    rendezvous = dist.rendezvous("env://", timeout=datetime.timedelta(seconds=plan.timeout_s))
-    store, rank, world = next(iter(rendezvous))
-    ordinal = int(os.environ.get("LOCAL_RANK", rank))
-    return _run_cases(rank, world, ordinal, plan, store, on_message if rank == 0 else lambda _message: None)
-
-
-def run_gpus(plan: GpuPlan, world: int, *, deadline_s: float, on_message: Callable[[Any], None]) -> list[GpuRow]:
-    """Run over `world` new processes, one per GPU. Returns the rows in the order of the cases.
-
-    on_message: called with ("facts", dict) once, ("codec", CodecRow) and ("row", GpuRow) for each case, and
-        ("left out", [Case]) at the end.
-    Raises: RanksFailed (_launch.py).
-    """
-    with tempfile.TemporaryDirectory(prefix="spccl-bench-") as folder:
-        plan = dataclasses.replace(plan, store_file=os.path.join(folder, "store"))
-        return run_ranks(
-            _spawned_rank, world, (plan,), deadline_s=deadline_s, on_message=lambda _rank, m: on_message(m)
-        )[0]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from .. import verify
 from .._launch import Rank, run_ranks
 from . import gpu_torch
+from .start import torch_store
 
 
 def _bits(x: torch.Tensor, like: verify.Array) -> verify.Array:
@@ -87,8 +88,7 @@ def _problem(
 def _verify_rank(rank: Rank, device_name: str, store_file: str, timeout_s: float) -> verify.Outcome:
     device = gpu_torch.take_device(device_name, rank.rank)
     timeout = datetime.timedelta(seconds=timeout_s)
-    store = dist.FileStore(store_file, rank.world_size)
-    store.set_timeout(timeout)
+    store = torch_store(store_file, rank.world_size, timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world_size, timeout=timeout)
     group = gpu_torch.spccl_group(0, timeout)
     tallies, examples = verify.run_cases(

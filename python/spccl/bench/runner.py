@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import datetime
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,38 +18,66 @@ from typing import Any
 import numpy as np
 
 from .. import verify
-from .._launch import Rank, run_ranks
+from .._launch import Rank
 from ..comm import Communicator, Stats, get_unique_id
 from ..frame import numpy_dtype
 from . import hosts
 from .cases import Case
 from .report import HostRow, Row, make_row
+from .start import BasePlan
 
 ROOT = 0  # of broadcasts
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What to run, and how. Spawned ranks find each other by `unique_ids` and `store_file`."""
+class Plan(BasePlan):
+    """Measures spccl on host memory. Spawned ranks find each other by `unique_ids` and `store_file`."""
 
-    cases: tuple[Case, ...]
     via: str = "native"  # or "torch"
     peer: str = "gloo"  # or "none"
     transports: str | None = None
-    iters: int = 20
-    warmup: int = 3
-    timeout_s: float = 120.0  # of one collective
     n_hosts: int = 0  # emulated hosts (hosts.py) that the ranks are spread over; 0: all ranks run on this machine
     rate: str = ""  # of an emulated host's link
     in_flight: int = 0  # with n_hosts: also time the first of so many calls that are issued together; 0: do not
     unique_ids: tuple[bytes, ...] = ()
-    store_file: str = ""
     host_names: tuple[str, ...] = ()
     link_rate: float = 0.0  # measured, bytes per second
 
     @property
     def needs_torch(self) -> bool:
         return self.via == "torch" or self.peer == "gloo" or self.n_hosts > 0  # torch's file store
+
+    def prepared(self, stack: contextlib.ExitStack) -> BasePlan:
+        plan = super().prepared(stack)
+        if not self.n_hosts:
+            return dataclasses.replace(plan, unique_ids=(get_unique_id(), get_unique_id()))
+        names = stack.enter_context(hosts.emulated(self.n_hosts, self.rate))
+        return dataclasses.replace(plan, host_names=tuple(names), link_rate=hosts.measured_rate(names))
+
+    def enter_host(self, rank: Rank) -> None:
+        if self.host_names:
+            hosts.enter(self.host_names[rank.rank // (rank.world_size // self.n_hosts)])
+            os.environ["GLOO_SOCKET_IFNAME"] = hosts.IFNAME  # of the Gloo to compare with; spccl needs no setting
+
+    def run(self, rank: int, world_size: int, ordinal: int, store: Any, send: Callable[[Any], None]) -> list[Row]:
+        def communicator(i: int, name: str, transports: str | None) -> Communicator:
+            how: dict[str, Any] = {"unique_id": self.unique_ids[i]} if self.unique_ids else {"store": store}
+            return Communicator(rank, world_size, name=name, transports=transports, timeout=self.timeout_s, **how)
+
+        rows = []
+        with contextlib.ExitStack() as stack:
+            bench = _Bench(rank, world_size, self, stack.enter_context(communicator(0, "bench-control", None)))
+            gloo, ours = _torch_groups(rank, world_size, self, store) if self.needs_torch else (None, None)
+            ours = ours or Native(stack.enter_context(communicator(1, "bench", self.transports)))
+            for case in self.cases:
+                rows.append(bench.run(case, ours, gloo if self.peer == "gloo" else None))
+                send(("row", rows[-1]))
+            bench.barrier()  # no rank may leave while others still communicate with it
+            if self.needs_torch:
+                import torch.distributed as dist
+
+                dist.destroy_process_group()
+        return rows
 
 
 class Native:
@@ -317,31 +344,6 @@ class _Bench:
 # ---- groups ----
 
 
-def _run_cases(rank: int, world_size: int, plan: Plan, store: Any, send: Callable[[Row], None] | None) -> list[Row]:
-    """Run all cases on one rank. `store`: a torch store; None if torch is not needed."""
-
-    def communicator(i: int, name: str, transports: str | None) -> Communicator:
-        how: dict[str, Any] = {"unique_id": plan.unique_ids[i]} if plan.unique_ids else {"store": store}
-        return Communicator(rank, world_size, name=name, transports=transports, timeout=plan.timeout_s, **how)
-
-    rows = []
-    with contextlib.ExitStack() as stack:
-        bench = _Bench(rank, world_size, plan, stack.enter_context(communicator(0, "bench-control", None)))
-        groups = _torch_groups(rank, world_size, plan, store) if plan.needs_torch else (None, None)
-        ours = groups[1] or Native(stack.enter_context(communicator(1, "bench", plan.transports)))
-        for case in plan.cases:
-            row = bench.run(case, ours, groups[0] if plan.peer == "gloo" else None)
-            rows.append(row)
-            if send is not None:
-                send(row)
-        bench.barrier()  # no rank may leave while others still communicate with it
-        if plan.needs_torch:
-            import torch.distributed as dist
-
-            dist.destroy_process_group()
-    return rows
-
-
 def _torch_groups(rank: int, world_size: int, plan: Plan, store: Any) -> tuple[Torch, Torch | None]:
     """The Gloo group, and spccl's if it is measured through torch."""
     import torch.distributed as dist
@@ -358,52 +360,3 @@ def _torch_groups(rank: int, world_size: int, plan: Plan, store: Any) -> tuple[T
     backend.register()
     options = backend.Options(transports=plan.transports or "")
     return gloo, Torch(dist.new_group(backend="spccl", timeout=timeout, pg_options=options))
-
-
-def _spawned_rank(rank: Rank, plan: Plan) -> list[Row]:
-    store = None
-    if plan.host_names:
-        hosts.enter(plan.host_names[rank.rank // (rank.world_size // plan.n_hosts)])
-        os.environ["GLOO_SOCKET_IFNAME"] = hosts.IFNAME  # of the Gloo to compare with; spccl needs no setting
-    if plan.needs_torch:
-        import torch.distributed as dist
-
-        store = dist.FileStore(plan.store_file, rank.world_size)
-        store.set_timeout(datetime.timedelta(seconds=plan.timeout_s))
-    return _run_cases(rank.rank, rank.world_size, plan, store, rank.send if rank.rank == 0 else None)
-
-
-def under_torchrun() -> bool:
-    """Whether torchrun, or a launcher with the same variables, started this process as one rank of a job."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
-def run_here(plan: Plan, on_row: Callable[[Row], None]) -> list[Row]:
-    """Run as one rank of the job that torchrun started; `on_row` is called on rank 0 only."""
-    import torch.distributed as dist
-
-    rendezvous = dist.rendezvous("env://", timeout=datetime.timedelta(seconds=plan.timeout_s))
-    store, rank, world_size = next(iter(rendezvous))
-    return _run_cases(rank, world_size, plan, store, on_row if rank == 0 else None)
-
-
-def run_spawned(plan: Plan, world_size: int, *, deadline_s: float, on_row: Callable[[Row], None]) -> list[Row]:
-    """Run over `world_size` new processes of this machine. Returns the rows in the order of the cases.
-
-    Raises: RanksFailed (_launch.py), CannotEmulate (hosts.py).
-    """
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="spccl-bench-"))
-        plan = dataclasses.replace(plan, store_file=os.path.join(folder, "store"))
-        if plan.n_hosts:
-            names = stack.enter_context(hosts.emulated(plan.n_hosts, plan.rate))
-            plan = dataclasses.replace(plan, host_names=tuple(names), link_rate=hosts.measured_rate(names))
-        else:
-            plan = dataclasses.replace(plan, unique_ids=(get_unique_id(), get_unique_id()))
-        return run_ranks(
-            _spawned_rank,
-            world_size,
-            (plan,),
-            deadline_s=deadline_s,
-            on_message=lambda _rank, row: on_row(row),
-        )[0]
