@@ -5,7 +5,7 @@
 
 #include "core/base/mem.h"
 #include "core/base/status.h"
-#include "transport/fault.h"
+#include "fault.h"
 
 #include <pthread.h>
 #include <stdio.h>
