@@ -39,10 +39,13 @@ HEADER_FOLDER = PACKAGE / "include"
 LIBRARY = PACKAGE / "libspccl.so"
 COMPILE_TIMEOUT_S = 600
 OLDEST_TORCH = (2, 9)
+PROC = Path("/proc")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 
 _lock = threading.Lock()
 _loaded: Path | None = None
+_imported_s = time.time()
+_last_failure_s = 0.0  # time.time() when compiling last failed in this process
 
 
 class GlueError(RuntimeError):
@@ -223,8 +226,7 @@ def _compiler() -> str:
 
 def cached_library(torch) -> Path:
     """The path in the cache of the library for this torch. The file need not exist."""
-    # $CXX is part of the key. The default compiler is not: a machine without a compiler finds the cached library.
-    folder = _library_folder(cache_folder(), _key(torch, os.environ.get("CXX", "")))
+    folder = _library_folder(cache_folder(), _key(torch, _compiler_for_key()))
     return folder / f"libspccl_torch-{_minor(torch.__version__)}.so"
 
 
@@ -233,7 +235,7 @@ def _compiled(torch) -> Path:
     library = cached_library(torch)
     if is_whole(library):
         return library
-    folder, began_s = library.parent, time.time()
+    folder = library.parent
     try:
         _make_folder(folder)
         why = _other_writer(folder.parent, folder.name)  # another user may have been faster
@@ -242,7 +244,7 @@ def _compiled(torch) -> Path:
         with open(folder / "lock", "w") as lock:
             _wait_for_lock(lock, folder)
             if not is_whole(library):
-                _compile_once(torch, library, began_s)
+                _compile_once(torch, library)
     except OSError as error:
         raise GlueError(
             f"cannot write the compiled torch glue to {folder}: {error}. Set XDG_CACHE_HOME to a folder that can be "
@@ -251,35 +253,72 @@ def _compiled(torch) -> Path:
     return library
 
 
-def _compile_once(torch, library: Path, began_s: float) -> None:
-    """Compile. If another rank of this host failed to compile while this one waited for the lock, since `began_s`,
-    raise its failure instead: all ranks of a host compile the same, so all would fail as that one did. Needs the lock.
+def _compile_once(torch, library: Path) -> None:
+    """Compile. If another rank of this host has just failed to compile, raise its failure instead. Needs the lock.
+
+    All ranks of a host compile the same, so all would fail as the first one did. A failure that is younger than
+    this process counts as one of the same job. A process whose own attempt failed tries again at the next call.
     """
+    global _last_failure_s
+    failure = _failure_file(library)
     for leftover in library.parent.glob("*.tmp"):  # of a process that was killed: we hold the lock
         leftover.unlink()
-    failure = _failure_file(library)
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        failed_s, _, text = failure.read_text().partition("\n")  # in the file: a file server may have another clock
-        if float(failed_s) > began_s:
-            raise GlueError(f"another process of this job has just tried and failed: {text}")
     try:
-        _compile(torch, _compiler(), library)
-    except GlueError as error:
-        failure.write_text(f"{time.time()}\n{error}")
+        failed_s, text = _read_failure(failure)
+        if failed_s > max(_process_start_s(), _last_failure_s):
+            raise GlueError(f"another process of this job has just tried and failed: {text}")
+        failure.unlink(missing_ok=True)
+        try:
+            _compile(torch, _compiler(), library)
+        except GlueError as error:
+            failure.write_text(f"{time.time()}\n{error}")
+            raise
+        for old in library.parent.glob("*.failed"):  # of all hosts: they find the library now
+            old.unlink(missing_ok=True)
+    except GlueError:
+        _last_failure_s = time.time()
         raise
-    for old in library.parent.glob("*.failed"):  # of all hosts: they find the library now
-        old.unlink(missing_ok=True)
 
 
 def _failure_file(library: Path) -> Path:
     """The file that notes a failed compilation. Each host has its own: hosts that share a cache may have different
     compilers. Hosts of the same name differ in the kernel's boot id."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         boot = ""
     host = hashlib.sha256(f"{platform.node()}\0{boot}".encode()).hexdigest()[:16]
     return library.with_name(f"{library.stem}-{host}.failed")
+
+
+def _read_failure(failure: Path) -> tuple[float, str]:
+    """When compiling failed on this host, as this host's time.time() counts, and the error; (0, "") if it did not.
+
+    The time is in the file because a file server may have another clock.
+    """
+    try:
+        failed_s, _, text = failure.read_text().partition("\n")
+        return float(failed_s), text
+    except (FileNotFoundError, ValueError):
+        return 0.0, ""
+
+
+def _process_start_s() -> float:
+    """When this process started, as time.time() counts; when it imported this file if /proc cannot be read.
+
+    Source: proc(5), field 22 of /proc/pid/stat.
+    """
+    try:
+        ticks = int((PROC / "self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime_s = float((PROC / "uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return _imported_s
+    return time.time() - (uptime_s - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def _compiler_for_key() -> str:
+    """$CXX is part of the key. The default compiler is not: a machine without a compiler finds the cached library."""
+    return os.environ.get("CXX", "")
 
 
 def _wait_for_lock(lock, folder: Path) -> None:

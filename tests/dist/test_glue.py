@@ -24,6 +24,7 @@ def failure(monkeypatch):
 
     def load(**env: str) -> str:
         monkeypatch.setattr(_torch_glue, "_loaded", None)
+        monkeypatch.setattr(_torch_glue, "_last_failure_s", 0.0)
         for name, value in env.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(_torch_glue.GlueError) as error:
@@ -164,16 +165,18 @@ def test_ranks_of_one_start_compile_once_and_share_the_failure(tmp_path):
 
 
 def test_a_failure_on_another_host_is_not_this_hosts(monkeypatch, tmp_path):
-    """Hosts that share a cache may have different compilers: each tries for itself. A library that compiled removes
-    the notes of all hosts."""
+    """Hosts that share a cache may have different compilers: each tries for itself. Ranks of one host share a failure,
+    whatever the clock of the file server says. A library that compiled removes the notes of all hosts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", script(tmp_path / "c++", f'echo x >> "{tmp_path}/calls"; exit 1'))
+    monkeypatch.setattr(_torch_glue, "_last_failure_s", 0.0)
     (text,) = load_in_processes(1, XDG_CACHE_HOME=str(tmp_path / "cache"), CXX=os.environ["CXX"])
     assert "did not compile" in text and "another process" not in text
     (note,) = (tmp_path / "cache").rglob("*.failed")
-    note.write_text(f"{time.time() + 60}\nits words")  # as if it failed while this process waits for the lock
+    os.utime(note, (1, 1))
     with pytest.raises(_torch_glue.GlueError, match="another process of this job"):
         _torch_glue._compiled(torch)
+    monkeypatch.setattr(_torch_glue, "_last_failure_s", 0.0)
     monkeypatch.setattr(platform, "node", lambda: "another-host")
     with pytest.raises(_torch_glue.GlueError, match="the torch glue did not compile"):
         _torch_glue._compiled(torch)
@@ -182,6 +185,23 @@ def test_a_failure_on_another_host_is_not_this_hosts(monkeypatch, tmp_path):
     script(tmp_path / "c++", f'for last; do :; done; cp "{built()}" "$last"')
     _torch_glue._compiled(torch)
     assert not list((tmp_path / "cache").rglob("*.failed"))
+
+
+def test_without_proc(monkeypatch, tmp_path):
+    """Where /proc cannot be read, a failure after the import of spccl counts as one of the same job."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", script(tmp_path / "c++", "exit 1"))
+    monkeypatch.setattr(_torch_glue, "PROC", tmp_path / "nothing")
+    monkeypatch.setattr(_torch_glue, "_last_failure_s", 0.0)
+    with pytest.raises(_torch_glue.GlueError, match="the torch glue did not compile"):
+        _torch_glue._compiled(torch)
+    monkeypatch.setattr(_torch_glue, "_last_failure_s", 0.0)  # as in another process that started before
+    with pytest.raises(_torch_glue.GlueError, match="another process of this job"):
+        _torch_glue._compiled(torch)
+    monkeypatch.setattr(_torch_glue, "_last_failure_s", 0.0)
+    monkeypatch.setattr(_torch_glue, "_imported_s", time.time() + 1)  # as in a later job
+    with pytest.raises(_torch_glue.GlueError, match=r"^the torch glue did not compile"):
+        _torch_glue._compiled(torch)
 
 
 def test_compiler_that_does_not_start(failure, tmp_path):
