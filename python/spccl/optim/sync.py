@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from spccl import prune
-from spccl._pruning.checks import refuse_unknown, warn_of_old_word
+from spccl._pruning.checks import is_whole, refuse_unknown, require, warn_of_old_word
 from spccl._pruning.density import Density, density_at
 from spccl._pruning.ranks import Ranks
 from spccl._pruning.stats import HasStats
@@ -135,9 +135,13 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         overlap: torch.nn.Module | None = None,
         **older: Any,
     ):
+        if ("warmup" in older and warmup_steps) or ("decay" in older and leak != 1.0):
+            raise TypeError("SparseSync: warmup is now called warmup_steps, and decay leak: got both names of one")
         if "warmup" in older:  # in exchanges
             warn_of_old_word("SparseSync", "warmup", "warmup_steps")
-            warmup_steps = older.pop("warmup") * every
+            warmup = older.pop("warmup")
+            require("SparseSync", "warmup", warmup, is_whole(warmup, 0), "a whole number of at least 0")
+            warmup_steps = warmup * every
         if "decay" in older:
             warn_of_old_word("SparseSync", "decay", "leak")
             leak = older.pop("decay")
