@@ -2,8 +2,8 @@
  * more in flight; ranks and messages are late at random; sizes and collectives take turns, densities change,
  * and groups share ranks. A wrong choice shows as a mismatch error, or as memories that differ. */
 #include "core/run/comm.h"
-#include "ranks.h"
 #include "fault.h"
+#include "ranks.h"
 
 #include <stdbool.h>
 

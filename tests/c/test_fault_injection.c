@@ -3,8 +3,8 @@
  *   cut connections: every rank must get an error that names a rank.
  *   flipped bits in an envelope or a frame's header: an error, or the right result.
  *   flipped bits in the payload, which has no checksum: no crash, no hang, no access outside a buffer. */
-#include "ranks.h"
 #include "fault.h"
+#include "ranks.h"
 
 #include <stdbool.h>
 
