@@ -38,12 +38,13 @@ static spccl_status wait_fd(int fd, short events, int64_t deadline_ns)
     return SPCCL_OK;
 }
 
-static spccl_status move_all(int fd, uint8_t *buf, size_t bytes, bool reading, int64_t deadline_ns)
+/* buf is written only if reading. */
+static spccl_status move_all(int fd, const void *buf, size_t bytes, bool reading, int64_t deadline_ns)
 {
     size_t done = 0;
     for (;;) {
-        spccl_status st =
-            reading ? sp_sock_read(fd, buf, bytes, &done) : sp_sock_write(fd, buf, bytes, &done);
+        spccl_status st = reading ? sp_sock_read(fd, (void *)(uintptr_t)buf, bytes, &done)
+                                  : sp_sock_write(fd, buf, bytes, &done);
         if (st != SPCCL_AGAIN)
             return st;
         SP_TRY(wait_fd(fd, reading ? POLLIN : POLLOUT, deadline_ns));
@@ -53,12 +54,10 @@ static spccl_status move_all(int fd, uint8_t *buf, size_t bytes, bool reading, i
 /* Put the rendezvous into the text of a failed call. */
 static spccl_status at_rendezvous(const struct session *s, const char *doing, spccl_status st)
 {
-    char cause[400];
     if (st == SPCCL_OK)
         return st;
-    snprintf(cause, sizeof cause, "%s", spccl_last_error());
     return SP_FAIL(st, "rendezvous at %s: %s: %s: is the process that made the unique id alive?", s->at,
-                   doing, cause);
+                   doing, spccl_last_error());
 }
 
 /* Send one request and read its reply. `out` gets at most cap bytes of the reply's data. */
@@ -77,14 +76,7 @@ static spccl_status call(struct session *s, uint32_t op, const char *key, const 
     sp_store_le32(buf + 12, (uint32_t)(timeout_ms < INT32_MAX ? timeout_ms : INT32_MAX));
     memcpy(buf + SP_RDV_REQUEST_BYTES, key, key_bytes);
     SP_TRY(move_all(s->fd, buf, SP_RDV_REQUEST_BYTES + key_bytes, false, deadline_ns));
-    if (bytes != 0) {
-        uint8_t copy[1024];
-        for (size_t at = 0; at < bytes; at += n) {
-            n = sp_min_size(bytes - at, sizeof copy);
-            memcpy(copy, (const uint8_t *)data + at, n);
-            SP_TRY(move_all(s->fd, copy, n, false, deadline_ns));
-        }
-    }
+    SP_TRY(move_all(s->fd, data, bytes, false, deadline_ns));
     SP_TRY(move_all(s->fd, buf, SP_RDV_REPLY_BYTES, true, deadline_ns));
     left = sp_load_le32(buf + 4);
     n = sp_min_size(left, cap);
@@ -139,15 +131,13 @@ void sp_rendezvous_done(const spccl_store *store, int world_size)
 spccl_status sp_rendezvous_explain(const spccl_store *store, spccl_status st)
 {
     const struct session *s = store->ctx;
-    char cause[400];
     if (!s->waited_in_vain)
         return st;
-    snprintf(cause, sizeof cause, "%s", spccl_last_error());
     return SP_FAIL(
         st,
         "%s: is every rank started, each with this unique id and a number of its own? can the hosts of "
         "all ranks reach one of %s (a firewall; SPCCL_RENDEZVOUS_ADDR chooses the address)?",
-        cause, s->addresses);
+        spccl_last_error(), s->addresses);
 }
 
 /* ---- connecting ---- */

@@ -78,11 +78,9 @@ static spccl_status take_messages(sp_port *port, int peer, bool *moved)
         }
         SP_TRY(st);
         st = apply(port, peer, message, bytes);
-        if (st != SPCCL_OK) {
-            char why[300];
-            snprintf(why, sizeof why, "%s", spccl_last_error());
-            return SP_FAIL(st, "rank %d sent %s: do all ranks run the same version of spccl?", peer, why);
-        }
+        if (st != SPCCL_OK)
+            return SP_FAIL(st, "rank %d sent %s: do all ranks run the same version of spccl?", peer,
+                           spccl_last_error());
         SP_TRY(t->release(p->over->ep, peer, 0));
         *moved = true;
     }

@@ -183,15 +183,13 @@ static spccl_status make_window(spccl_channels *c)
 static spccl_status take_window(spccl_channels *c, void *window)
 {
     const sp_gpu_comm *g = c->g;
-    char why[400];
     spccl_status st = g->ops->memory_borrow(g->device.ordinal, window, c->window_bytes, &c->own_window);
     if (st == SPCCL_OK) {
         c->window_device = window;
         return SPCCL_OK;
     }
-    snprintf(why, sizeof why, "%s", spccl_last_error());
     return SP_FAIL(st, "rank %d: spccl_channels_create: config.window of %" PRIu64 " bytes: %s",
-                   g->comm->rank, c->window_bytes, why);
+                   g->comm->rank, c->window_bytes, spccl_last_error());
 }
 
 static spccl_status make_memory(spccl_channels *c)
@@ -199,7 +197,6 @@ static spccl_status make_memory(spccl_channels *c)
     const sp_gpu_comm *g = c->g;
     bool is_port = c->kind == SPCCL_CHANNEL_PORT;
     void *host = NULL, *device = NULL;
-    char why[300];
     spccl_status st;
     int before;
     SP_TRY(g->ops->enter(g->device.ordinal, &before));
@@ -211,11 +208,10 @@ out:
     g->ops->leave(before);
     if (st == SPCCL_OK)
         return SPCCL_OK;
-    snprintf(why, sizeof why, "%s", spccl_last_error());
     return SP_FAIL(
         st, "rank %d: spccl_channels_create: %" PRIu64 " bytes of %s GPU %d '%s' for window and counts: %s",
         g->comm->rank, is_port ? c->layout.pinned_bytes : c->layout.bytes,
-        is_port ? "pinned memory for" : "memory of", g->device.ordinal, g->device.name, why);
+        is_port ? "pinned memory for" : "memory of", g->device.ordinal, g->device.name, spccl_last_error());
 }
 
 static void close_shares(struct creation *n)

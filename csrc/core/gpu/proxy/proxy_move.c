@@ -127,11 +127,9 @@ static spccl_status take_messages(sp_proxy *x, sp_proxy_peer *p, bool *moved)
             return SPCCL_OK;
         if (st == SPCCL_ERR_PEER)
             return note_gone(x->r, p);
-        if (st != SPCCL_OK) {
-            char why[300];
-            snprintf(why, sizeof why, "%s", spccl_last_error());
-            return SP_FAIL(st, "rank %d sent %s: do all ranks run the same version of spccl?", p->rank, why);
-        }
+        if (st != SPCCL_OK)
+            return SP_FAIL(st, "rank %d sent %s: do all ranks run the same version of spccl?", p->rank,
+                           spccl_last_error());
         SP_TRY(t->release(x->ep, p->rank, 0));
         *moved = true;
     }

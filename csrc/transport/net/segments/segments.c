@@ -110,12 +110,9 @@ spccl_status sp_segments_peek(sp_endpoint *opaque, int peer, int queue, const vo
     if (by_tcp(s, peer))
         return tcp->peek(s->tcp, peer, queue, out, bytes);
     st = sp_segment_ring_peek(&s->peers[peer].rx[queue], sp_segments_message_max(opaque), out, bytes);
-    if (st == SPCCL_ERR_FORMAT) {
-        char text[300];
-        snprintf(text, sizeof text, "%s", spccl_last_error());
+    if (st == SPCCL_ERR_FORMAT)
         return SP_FAIL(st, "rank %d: rank %d sent something that is not a message: %s", s->config.rank, peer,
-                       text);
-    }
+                       spccl_last_error());
     return st == SPCCL_AGAIN && s->peers[peer].over ? sp_segments_lost(s, peer) : st;
 }
 

@@ -109,12 +109,9 @@ static spccl_status tcp_peek(sp_endpoint *opaque, int peer, int queue, const voi
                                .sequence = (uint32_t)p->queues[queue].n_received,
                                .bytes_max = tcp_message_max(opaque)};
     spccl_status st = sp_tcp_socket_peek(s, &want, out, bytes);
-    if (st == SPCCL_ERR_FORMAT) {
-        char text[200];
-        snprintf(text, sizeof text, "%s", spccl_last_error());
+    if (st == SPCCL_ERR_FORMAT)
         return SP_FAIL(st, "rank %d: rank %d sent something that is not a message: %s", ep->config.rank, peer,
-                       text);
-    }
+                       spccl_last_error());
     return st == SPCCL_AGAIN && s->ended && p->gone ? peer_gone(ep, peer) : st;
 }
 
