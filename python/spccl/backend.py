@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from . import _torch_glue, _torch_inner, _torch_join, _torch_settings
 from ._group_stats import CudaStats, GroupStats, description
 from ._torch_settings import ORDERS, ROUTES
+from .frame import FORMATS as FORMAT_NAMES
 
 if TYPE_CHECKING:
     import torch
@@ -29,9 +30,8 @@ if TYPE_CHECKING:
 
 NAME = "spccl"
 AVERAGING = (NAME, "nccl")  # backends with ReduceOp.AVG
-FORMATS = {"auto": -1, "tile": 1, "pici": 2, "coo": 3, "dense": 4}  # spccl_format in spccl.h
+FORMATS = {"auto": -1} | {name: i for i, name in enumerate(FORMAT_NAMES) if i > 0}  # spccl_format in spccl.h
 DEFAULT_TIMEOUT = timedelta(seconds=600)
-FORMAT_NAMES = ("empty", "tile", "pici", "coo", "dense")
 
 
 @dataclasses.dataclass(frozen=True)

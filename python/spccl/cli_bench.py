@@ -12,10 +12,10 @@ import click
 
 from .bench.cases import COLLECTIVES, OPS
 from .cli_types import GroupedCommand, List, OutFile, Size, Sparsity, need
-from .frame import DTYPES
+from .frame import DTYPES, FORMATS
 
 _SCHEDULES = ("auto", "direct", "oneshot", "relayed", "ring", "hierarchical")
-_FORMATS = ("auto", "tile", "pici", "coo", "dense")
+_FORMATS = ("auto", *FORMATS[1:])
 _FORCED = {"schedule": "SPCCL_SCHEDULE", "format": "SPCCL_FORMAT"}  # option -> the variable that it sets
 
 _GROUPS = (

@@ -12,22 +12,7 @@ from typing import Any
 
 from . import _ext
 
-# numpy has no bfloat16 and no float8: their bits come back as unsigned integers of the same size.
-_NUMPY_NAMES = {
-    "float32": "float32",
-    "float16": "float16",
-    "bfloat16": "uint16",
-    "float64": "float64",
-    "float8": "uint8",
-    "int8": "int8",
-    "int16": "int16",
-    "int32": "int32",
-    "int64": "int64",
-    "uint8": "uint8",
-}
-DTYPES = tuple(_NUMPY_NAMES)
-"""Names of all dtypes."""
-_ITEM_BYTES = {
+ITEM_BYTES = {
     "float32": 4,
     "float16": 2,
     "bfloat16": 2,
@@ -39,6 +24,11 @@ _ITEM_BYTES = {
     "int64": 8,
     "uint8": 1,
 }
+"""Bytes of an element, by dtype."""
+DTYPES = tuple(ITEM_BYTES)
+"""Names of all dtypes."""
+# numpy has no bfloat16 and no float8: their bits come back as unsigned integers of the same size.
+_NUMPY_NAMES = {name: name for name in DTYPES} | {"bfloat16": "uint16", "float8": "uint8"}
 DEFAULT_MAX_BYTES = 1 << 30
 """Default of `max_bytes` of `decode`, the most bytes that it allocates for a new array: 1 GiB."""
 FORMATS = ("empty", "tile", "pici", "coo", "dense")
@@ -192,10 +182,10 @@ def _shape(encoded: Any, max_bytes: int) -> tuple[str, int]:
                 f"{dtype}; one array has one dtype"
             )
         n_elems += frame.n_elems
-        if n_elems * _ITEM_BYTES[dtype] > max_bytes:
+        if n_elems * ITEM_BYTES[dtype] > max_bytes:
             raise _ext.ArgumentError(
                 f"decode: the frames up to byte {frame.offset + frame.frame_bytes} stand for {n_elems} elements of "
-                f"{dtype}, {n_elems * _ITEM_BYTES[dtype]} bytes; wanted at most max_bytes={max_bytes}. For bytes "
+                f"{dtype}, {n_elems * ITEM_BYTES[dtype]} bytes; wanted at most max_bytes={max_bytes}. For bytes "
                 "that you trust pass a larger max_bytes=, or pass out="
             )
     assert dtype is not None  # iter_frames yields a frame or raises

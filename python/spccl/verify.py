@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from ._launch import Rank, run_ranks
+from .bench.cases import COLLECTIVES, OPS, REDUCING
 from .comm import Communicator, get_unique_id
 from .frame import DTYPES, numpy_dtype
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
-OPS = ("sum", "avg", "min", "max", "prod")
 SIZES = (0, 1, 33, 4097, 20011)
 SPARSITIES = (0.0, 0.5, 0.9, 0.99, 1.0)
 _BIG = 1_000_003  # elements: more than every queue between two ranks holds
@@ -73,7 +72,7 @@ def cases() -> Iterator[Case]:
     """Every case, in the order in which every rank runs them. Cases alternate between in place and out of place."""
     n = 0
     for collective in COLLECTIVES:
-        reduces = collective in ("reduce_scatter", "all_reduce")
+        reduces = collective in REDUCING
         for dtype in DTYPES:
             if reduces and dtype == "float8":
                 continue  # spccl has no arithmetic for float8

@@ -6,21 +6,11 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
+from ..frame import ITEM_BYTES as ELEM_BYTES
+
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 REDUCING = ("reduce_scatter", "all_reduce")
 OPS = ("sum", "avg", "min", "max", "prod")
-ELEM_BYTES = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float64": 8,
-    "float8": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "uint8": 1,
-}
 _BATCH_BYTES = 64 << 10  # up to this size calls are timed in batches: clock and barrier take as long as one call
 _BATCH_CALLS = 20
 
@@ -45,10 +35,13 @@ class Case:
     max_ctas: int = 0
     target: float | None = None
 
+    def n_blocks(self, world_size: int) -> int:
+        """Into how many ranks' blocks the larger buffer is divided."""
+        return world_size if self.collective in ("all_gather", "reduce_scatter") else 1
+
     def block_elems(self, world_size: int) -> int:
         """Elements of the smaller buffer: one rank's block for all-gather and reduce-scatter, else all."""
-        n = self.size_bytes // ELEM_BYTES[self.dtype]
-        return n // world_size if self.collective in ("all_gather", "reduce_scatter") else n
+        return self.size_bytes // ELEM_BYTES[self.dtype] // self.n_blocks(world_size)
 
     def out_elems(self, world_size: int) -> int:
         """Elements of a rank's output."""
@@ -90,7 +83,7 @@ def check_sizes(chosen: Sequence[Case], world_size: int) -> None:
     """Raise ValueError for the first case in which a rank would have no element: it would measure nothing."""
     for case in chosen:
         if case.block_elems(world_size) == 0:
-            n_ranks = world_size if case.collective in ("all_gather", "reduce_scatter") else 1
+            n_ranks = case.n_blocks(world_size)
             least = ELEM_BYTES[case.dtype] * n_ranks
             per_rank = f" for each of {n_ranks} ranks" if n_ranks > 1 else ""
             raise ValueError(

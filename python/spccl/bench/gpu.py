@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..frame import FORMATS
 from . import gpu_torch
 from .cases import ELEM_BYTES, REDUCING, Case
 from .gpu_report import GpuRow, Measured, Rates, make_gpu_row
@@ -221,7 +222,7 @@ class Bench:
             times=dict(zip(names, slowest, strict=True)),
             wrong={name: int(n) for name, n in zip(names, wrongs, strict=True)},
             wire_bytes=counters[0] / self.world,
-            frames={name: round(1000 * n) for name, n in zip(gpu_torch.FORMATS, counters[1:], strict=True)},
+            frames={name: round(1000 * n) for name, n in zip(FORMATS, counters[1:], strict=True)},
             host=host,
         )
 
@@ -255,9 +256,8 @@ def _buffer_bytes(plan: GpuPlan, world: int) -> tuple[int, int]:
     source = target = _HOST_CASE_BYTES
     for case in plan.cases:
         block = case.block_elems(world) * ELEM_BYTES[case.dtype]
-        blocks = world if case.collective in ("all_gather", "reduce_scatter") else 1
-        target = max(target, block * blocks * case.calls())
-        source = max(source, block * blocks)
+        source = max(source, block * case.n_blocks(world))
+        target = max(target, block * case.n_blocks(world) * case.calls())
     return -(-source // 512) * 512, -(-target // 512) * 512
 
 

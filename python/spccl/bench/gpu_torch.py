@@ -13,30 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import frame
+from . import cases
 from .cases import Case
 from .gpu_report import LINK_GBS, Rates
 
 ROOT = 0  # of broadcasts
-FORMATS = ("empty", "tile", "pici", "coo", "dense")
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-    "float8": torch.uint8,
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "uint8": torch.uint8,
-}
-OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "prod": dist.ReduceOp.PRODUCT,
-}
+DTYPES = {name: torch.uint8 if name == "float8" else getattr(torch, name) for name in frame.DTYPES}
+OPS = {name: getattr(dist.ReduceOp, "PRODUCT" if name == "prod" else name.upper()) for name in cases.OPS}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 26  # elements that are made at a time
 _HEAD_START_CYCLES, _CALL_CYCLES = 300_000, 150_000  # at 2 GHz: longer than the host needs to enqueue
@@ -207,11 +191,11 @@ def counters(group: Any, device: str) -> Callable[[], list[float]]:
     def read() -> list[float]:
         if device != "cuda":
             s = backend.stats(group)
-            return [float(s.wire_bytes_sent), *(float(s.frames_sent[name]) for name in FORMATS)]
+            return [float(s.wire_bytes_sent), *(float(s.frames_sent[name]) for name in frame.FORMATS)]
         c = backend.cuda_stats(group)
         if c.path != "engine":
             raise RuntimeError(f"spccl's kernels do not run CUDA collectives here, but {c.path!r} does: {c.why}")
-        return [float(c.wire_bytes_sent), *(float(c.frames_sent[name]) for name in FORMATS)]
+        return [float(c.wire_bytes_sent), *(float(c.frames_sent[name]) for name in frame.FORMATS)]
 
     return read
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from .. import verify
 from .._launch import Rank, run_ranks
+from ..frame import FORMATS
 from . import gpu_torch
 from .start import torch_store
 
@@ -98,7 +99,7 @@ def _verify_rank(rank: Rank, device_name: str, store_file: str, timeout_s: float
     links = [f"rank {rank.rank}: {_path(group, device)}"]
     dist.barrier()
     dist.destroy_process_group()
-    return tallies, examples, links, {k: int(n) for k, n in zip(gpu_torch.FORMATS, frames, strict=True)}
+    return tallies, examples, links, {k: int(n) for k, n in zip(FORMATS, frames, strict=True)}
 
 
 def _path(group: Any, device: torch.device) -> str:

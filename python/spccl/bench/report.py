@@ -210,8 +210,7 @@ def make_row(
 ) -> Row:
     """Make a row. ours_s, peer_s: [iters] seconds per call of the slowest rank; entries of equal index are a pair."""
     block = case.block_elems(world_size)
-    blocks = world_size if case.collective in ("all_gather", "reduce_scatter") else 1
-    size = block * blocks * ELEM_BYTES[case.dtype]
+    size = block * case.n_blocks(world_size) * ELEM_BYTES[case.dtype]
     ratios: dict[str, float | None] = dict.fromkeys(("ratio", "ratio_p10", "ratio_p90"))
     peer_us: dict[str, float | None] = dict.fromkeys(("peer_time_us", "peer_p10_us", "peer_p90_us"))
     if peer_s is not None:
