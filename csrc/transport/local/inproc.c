@@ -39,9 +39,9 @@ struct node {
 };
 
 struct inproc_endpoint {
+    sp_ring_endpoint base;
     struct node *node;
     struct node **peers; /* [world_size] each is a reference; NULL: not added */
-    sp_ring_link *links; /* [world_size] */
 };
 
 static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -179,8 +179,8 @@ static void inproc_close(sp_endpoint *opaque)
         atomic_store(&ep->node->closed, true);
         for (int i = 0; ep->peers != NULL && i < ep->node->config.world_size; i++)
             if (ep->peers[i] != NULL) {
-                if (ep->links[i].up)
-                    sp_ring_signal(&ep->links[i]);
+                if (ep->base.links[i].up)
+                    sp_ring_signal(&ep->base.links[i]);
                 else
                     sp_wake_signal(ep->peers[i]->wake_fd);
                 node_unref(ep->peers[i]);
@@ -188,7 +188,7 @@ static void inproc_close(sp_endpoint *opaque)
         node_unref(ep->node);
     }
     sp_free(ep->peers);
-    sp_free(ep->links);
+    sp_free(ep->base.links);
     sp_free(ep);
 }
 
@@ -201,11 +201,13 @@ static spccl_status inproc_open(const sp_endpoint_config *config, sp_endpoint **
     SP_TRY_TO(fail, st, registry_prepare());
     SP_TRY_TO(fail, st, node_new(config, &ep->node));
     ep->peers = sp_calloc((size_t)config->world_size, sizeof(struct node *));
-    ep->links = sp_calloc((size_t)config->world_size, sizeof *ep->links);
-    if (ep->peers == NULL || ep->links == NULL) {
+    ep->base.links = sp_calloc((size_t)config->world_size, sizeof *ep->base.links);
+    if (ep->peers == NULL || ep->base.links == NULL) {
         st = SP_FAIL(SPCCL_ERR_NOMEM, "inproc: tables for %d ranks", config->world_size);
         goto fail;
     }
+    ep->base.config = &ep->node->config;
+    ep->base.wake_fd = ep->base.wait_fd = ep->node->wake_fd;
     registry_add(ep->node);
     *out = (sp_endpoint *)ep;
     return SPCCL_OK;
@@ -291,7 +293,7 @@ static bool inproc_try_up(struct inproc_endpoint *ep, int peer)
     void *in = atomic_load(&other->out[node->config.rank]);
     if (in == NULL || !atomic_load(&node->attached[peer]))
         return false;
-    sp_ring_link_init(&ep->links[peer], node->config.rank, peer, node->config.n_queues,
+    sp_ring_link_init(&ep->base.links[peer], node->config.rank, peer, node->config.n_queues,
                       node->config.queue_bytes, atomic_load(&node->out[peer]), in, other->wake_fd);
     return true;
 }
@@ -306,7 +308,7 @@ static spccl_status inproc_connect_step(sp_endpoint *opaque)
         /* `closed` is read first: if the peer set its link up and then closed, inproc_try_up finds its
          * memory. */
         bool closed = ep->peers[i] != NULL && atomic_load(&ep->peers[i]->closed);
-        if (ep->peers[i] == NULL || ep->links[i].up || inproc_try_up(ep, i))
+        if (ep->peers[i] == NULL || ep->base.links[i].up || inproc_try_up(ep, i))
             continue;
         if (closed)
             return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d closed its endpoint before the group was up",
@@ -321,42 +323,12 @@ static spccl_status inproc_connect_step(sp_endpoint *opaque)
     return SPCCL_AGAIN;
 }
 
-static size_t inproc_message_max(sp_endpoint *opaque)
-{
-    return sp_spsc_message_max(((struct inproc_endpoint *)opaque)->node->config.queue_bytes);
-}
-static spccl_status inproc_reserve(sp_endpoint *opaque, int peer, int queue, size_t bytes, void **out)
-{
-    return sp_ring_reserve(&((struct inproc_endpoint *)opaque)->links[peer], queue, bytes, out);
-}
-static spccl_status inproc_commit(sp_endpoint *opaque, int peer, int queue, uint32_t call)
-{
-    (void)call; /* a queue has memory of its own: nothing competes */
-    return sp_ring_commit(&((struct inproc_endpoint *)opaque)->links[peer], queue);
-}
-static spccl_status inproc_peek(sp_endpoint *opaque, int peer, int queue, const void **out, size_t *bytes)
-{
-    return sp_ring_peek(&((struct inproc_endpoint *)opaque)->links[peer], queue, out, bytes);
-}
-static spccl_status inproc_release(sp_endpoint *opaque, int peer, int queue)
-{
-    return sp_ring_release(&((struct inproc_endpoint *)opaque)->links[peer], queue);
-}
-static bool inproc_flushed(sp_endpoint *opaque, int peer, int queue, uint64_t n)
-{
-    (void)opaque; /* a committed message lies in memory that the peer reads */
-    (void)peer;
-    (void)queue;
-    (void)n;
-    return true;
-}
-
 static spccl_status inproc_progress(sp_endpoint *opaque, int *peer, char *text)
 {
     struct inproc_endpoint *ep = (struct inproc_endpoint *)opaque;
     struct node *node = ep->node;
     for (int i = 0; i < node->config.world_size; i++) {
-        sp_ring_link *link = &ep->links[i];
+        sp_ring_link *link = &ep->base.links[i];
         if (!link->up)
             continue;
         if (sp_ring_take_signal(link) && atomic_load(&ep->peers[i]->closed))
@@ -368,32 +340,6 @@ static spccl_status inproc_progress(sp_endpoint *opaque, int *peer, char *text)
     memcpy(text, node->abort_text, SP_ABORT_TEXT_CAP);
     return SP_FAIL(SPCCL_ERR_ABORTED, "rank %d: rank %d gave up: %s", node->config.rank, node->abort_rank,
                    node->abort_text);
-}
-
-static int inproc_wait_fd(sp_endpoint *opaque)
-{
-    return ((struct inproc_endpoint *)opaque)->node->wake_fd;
-}
-
-static void inproc_disarm(sp_endpoint *opaque)
-{
-    struct inproc_endpoint *ep = (struct inproc_endpoint *)opaque;
-    for (int i = 0; i < ep->node->config.world_size; i++)
-        if (ep->links[i].up)
-            sp_ring_disarm(&ep->links[i]);
-    sp_wake_drain(ep->node->wake_fd);
-}
-
-static spccl_status inproc_arm(sp_endpoint *opaque)
-{
-    struct inproc_endpoint *ep = (struct inproc_endpoint *)opaque;
-    spccl_status st = SPCCL_OK;
-    for (int i = 0; i < ep->node->config.world_size; i++)
-        if (ep->links[i].up && sp_ring_arm(&ep->links[i]) != SPCCL_OK)
-            st = SPCCL_AGAIN;
-    if (st != SPCCL_OK)
-        inproc_disarm(opaque);
-    return st;
 }
 
 static void inproc_abort_peers(sp_endpoint *opaque, const char *text)
@@ -425,23 +371,15 @@ static size_t inproc_memory_bytes(sp_endpoint *opaque)
 
 const sp_transport sp_transport_inproc = {
     .name = "inproc",
-    .ns_per_byte = sp_local_ns_per_byte,
     .open = inproc_open,
     .address = inproc_address,
     .can_reach = inproc_can_reach,
     .add_peer = inproc_add_peer,
     .connect_step = inproc_connect_step,
-    .message_max = inproc_message_max,
-    .reserve = inproc_reserve,
-    .commit = inproc_commit,
-    .peek = inproc_peek,
-    .release = inproc_release,
-    .flushed = inproc_flushed,
     .progress = inproc_progress,
-    .wait_fd = inproc_wait_fd,
-    .arm = inproc_arm,
-    .disarm = inproc_disarm,
+    .arm = sp_ring_arm,
     .abort_peers = inproc_abort_peers,
     .memory_bytes = inproc_memory_bytes,
     .close = inproc_close,
+    SP_RING_FUNCTIONS,
 };

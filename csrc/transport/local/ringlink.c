@@ -35,6 +35,16 @@ void sp_ring_link_init(sp_ring_link *link, int rank, int peer, int n_queues, siz
     link->up = true;
 }
 
+static sp_ring_endpoint *self(sp_endpoint *ep)
+{
+    return (sp_ring_endpoint *)ep;
+}
+
+size_t sp_ring_message_max(sp_endpoint *ep)
+{
+    return sp_spsc_message_max(self(ep)->config->queue_bytes);
+}
+
 void sp_ring_link_set_gone(sp_ring_link *link, const char *text)
 {
     if (link->gone)
@@ -58,8 +68,9 @@ static spccl_status link_broken(sp_ring_link *link, int queue)
         link->rank, link->peer, queue, link->peer);
 }
 
-spccl_status sp_ring_reserve(sp_ring_link *link, int queue, size_t bytes, void **out)
+spccl_status sp_ring_reserve(sp_endpoint *ep, int peer, int queue, size_t bytes, void **out)
 {
+    sp_ring_link *link = &self(ep)->links[peer];
     sp_spsc_tx *q = &link->tx[queue];
     if (bytes == 0 || bytes > sp_spsc_message_max(q->cap))
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: message of %zu bytes to rank %d; wanted 1 to %zu", link->rank,
@@ -81,8 +92,10 @@ spccl_status sp_ring_reserve(sp_ring_link *link, int queue, size_t bytes, void *
     return link_broken(link, queue);
 }
 
-spccl_status sp_ring_commit(sp_ring_link *link, int queue)
+spccl_status sp_ring_commit(sp_endpoint *ep, int peer, int queue, uint32_t call)
 {
+    sp_ring_link *link = &self(ep)->links[peer];
+    (void)call; /* a queue has memory of its own: nothing competes */
     if (sp_spsc_commit(&link->tx[queue]) != SP_SPSC_OK)
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: commit to rank %d, queue %d, without reserve", link->rank,
                        link->peer, queue);
@@ -92,8 +105,9 @@ spccl_status sp_ring_commit(sp_ring_link *link, int queue)
     return SPCCL_OK;
 }
 
-spccl_status sp_ring_peek(sp_ring_link *link, int queue, const void **out, size_t *bytes)
+spccl_status sp_ring_peek(sp_endpoint *ep, int peer, int queue, const void **out, size_t *bytes)
 {
+    sp_ring_link *link = &self(ep)->links[peer];
     if (link->broken)
         return link_broken(link, queue);
     switch (sp_spsc_peek(&link->rx[queue], out, bytes)) {
@@ -108,8 +122,9 @@ spccl_status sp_ring_peek(sp_ring_link *link, int queue, const void **out, size_
     return link_broken(link, queue);
 }
 
-spccl_status sp_ring_release(sp_ring_link *link, int queue)
+spccl_status sp_ring_release(sp_endpoint *ep, int peer, int queue)
 {
+    sp_ring_link *link = &self(ep)->links[peer];
     if (sp_spsc_release(&link->rx[queue]) != SP_SPSC_OK)
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: release of rank %d, queue %d, without peek", link->rank,
                        link->peer, queue);
@@ -119,7 +134,21 @@ spccl_status sp_ring_release(sp_ring_link *link, int queue)
     return SPCCL_OK;
 }
 
-spccl_status sp_ring_arm(sp_ring_link *link)
+bool sp_ring_flushed(sp_endpoint *ep, int peer, int queue, uint64_t n)
+{
+    (void)ep; /* a committed message lies in memory that the peer reads */
+    (void)peer;
+    (void)queue;
+    (void)n;
+    return true;
+}
+
+int sp_ring_wait_fd(sp_endpoint *ep)
+{
+    return self(ep)->wait_fd;
+}
+
+static spccl_status arm_link(sp_ring_link *link)
 {
     bool changed = link->gone_is_new || atomic_load(&link->in->signal) != 0;
     link->gone_is_new = false;
@@ -145,10 +174,27 @@ spccl_status sp_ring_arm(sp_ring_link *link)
     return changed ? SPCCL_AGAIN : SPCCL_OK;
 }
 
-void sp_ring_disarm(sp_ring_link *link)
+spccl_status sp_ring_arm(sp_endpoint *ep)
 {
-    atomic_store_explicit(&link->in->consumer_sleeps, 0, memory_order_relaxed);
-    atomic_store_explicit(&link->out->producer_waits, 0, memory_order_relaxed);
+    spccl_status st = SPCCL_OK;
+    for (int i = 0; i < self(ep)->config->world_size; i++)
+        if (self(ep)->links[i].up && arm_link(&self(ep)->links[i]) != SPCCL_OK)
+            st = SPCCL_AGAIN;
+    if (st != SPCCL_OK)
+        sp_ring_disarm(ep);
+    return st;
+}
+
+void sp_ring_disarm(sp_endpoint *ep)
+{
+    for (int i = 0; i < self(ep)->config->world_size; i++) {
+        sp_ring_link *link = &self(ep)->links[i];
+        if (!link->up)
+            continue;
+        atomic_store_explicit(&link->in->consumer_sleeps, 0, memory_order_relaxed);
+        atomic_store_explicit(&link->out->producer_waits, 0, memory_order_relaxed);
+    }
+    sp_wake_drain(self(ep)->wake_fd);
 }
 
 void sp_ring_signal(sp_ring_link *link)

@@ -47,13 +47,27 @@ void sp_ring_link_init(sp_ring_link *link, int rank, int peer, int n_queues, siz
 /* Note that the peer is gone. What it sent is still delivered. `text` becomes gone_text. */
 void sp_ring_link_set_gone(sp_ring_link *link, const char *text);
 
-/* As in transport.h. */
-spccl_status sp_ring_reserve(sp_ring_link *link, int queue, size_t bytes, void **out);
-spccl_status sp_ring_commit(sp_ring_link *link, int queue);
-spccl_status sp_ring_peek(sp_ring_link *link, int queue, const void **out, size_t *bytes);
-spccl_status sp_ring_release(sp_ring_link *link, int queue);
-spccl_status sp_ring_arm(sp_ring_link *link);
-void sp_ring_disarm(sp_ring_link *link);
+/* The start of an endpoint of inproc or shm. */
+typedef struct sp_ring_endpoint {
+    const sp_endpoint_config *config;
+    sp_ring_link *links;  /* [world_size] */
+    int wake_fd, wait_fd; /* this rank's; the descriptor to sleep on */
+} sp_ring_endpoint;
+
+/* Functions of sp_transport. */
+#define SP_RING_FUNCTIONS                                                                                    \
+    .ns_per_byte = sp_local_ns_per_byte, .message_max = sp_ring_message_max, .reserve = sp_ring_reserve,     \
+    .commit = sp_ring_commit, .peek = sp_ring_peek, .release = sp_ring_release, .flushed = sp_ring_flushed,  \
+    .wait_fd = sp_ring_wait_fd, .disarm = sp_ring_disarm
+size_t sp_ring_message_max(sp_endpoint *ep);
+spccl_status sp_ring_reserve(sp_endpoint *ep, int peer, int queue, size_t bytes, void **out);
+spccl_status sp_ring_commit(sp_endpoint *ep, int peer, int queue, uint32_t call);
+spccl_status sp_ring_peek(sp_endpoint *ep, int peer, int queue, const void **out, size_t *bytes);
+spccl_status sp_ring_release(sp_endpoint *ep, int peer, int queue);
+bool sp_ring_flushed(sp_endpoint *ep, int peer, int queue, uint64_t n);
+int sp_ring_wait_fd(sp_endpoint *ep);
+spccl_status sp_ring_arm(sp_endpoint *ep);
+void sp_ring_disarm(sp_endpoint *ep);
 
 /* Ask the peer to look for an abort or for this rank's end, and wake it. */
 void sp_ring_signal(sp_ring_link *link);

@@ -39,7 +39,7 @@ static void hang_up(struct sp_shm *ep)
             continue; /* in a child of fork this holds for all peers: close_in_child closed the sockets */
         (void)shutdown(p->sock, SHUT_RDWR);
         if (p->state == SP_SHM_UP)
-            sp_ring_signal(&p->link); /* a busy peer then reads the socket at once */
+            sp_ring_signal(&ep->base.links[i]); /* a busy peer then reads the socket at once */
     }
 }
 
@@ -62,10 +62,11 @@ static void shm_close(sp_endpoint *opaque)
             munmap(p->in, sp_shm_block_bytes(ep));
     }
     sp_acceptor_close(&ep->listener.acceptor);
-    sp_sock_close(&ep->wake_fd);
-    sp_sock_close(&ep->epoll_fd);
+    sp_sock_close(&ep->base.wake_fd);
+    sp_sock_close(&ep->base.wait_fd);
     explicit_bzero(ep->config.secret, sizeof ep->config.secret);
     sp_free(ep->peers);
+    sp_free(ep->base.links);
     sp_free(ep);
 }
 
@@ -76,21 +77,23 @@ static spccl_status shm_open_endpoint(const sp_endpoint_config *config, sp_endpo
     if (ep == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "shm: an endpoint of %zu bytes", sizeof *ep);
     ep->config = *config;
-    ep->wake_fd = ep->epoll_fd = ep->listener.acceptor.listen_fd = ep->abort_rank = -1;
+    ep->base.wake_fd = ep->base.wait_fd = ep->listener.acceptor.listen_fd = ep->abort_rank = -1;
+    ep->base.config = &ep->config;
     ep->peers = sp_calloc((size_t)config->world_size, sizeof *ep->peers);
-    if (ep->peers == NULL) {
+    ep->base.links = sp_calloc((size_t)config->world_size, sizeof *ep->base.links);
+    for (int i = 0; ep->peers != NULL && i < config->world_size; i++)
+        ep->peers[i].sock = ep->peers[i].out_fd = ep->peers[i].wake_fd = -1;
+    if (ep->peers == NULL || ep->base.links == NULL) {
         st = SP_FAIL(SPCCL_ERR_NOMEM, "shm: tables for %d ranks", config->world_size);
         goto fail;
     }
-    for (int i = 0; i < config->world_size; i++)
-        ep->peers[i].sock = ep->peers[i].out_fd = ep->peers[i].wake_fd = -1;
-    SP_TRY_TO(fail, st, sp_wake_open(&ep->wake_fd));
-    ep->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
-    if (ep->epoll_fd < 0) {
+    SP_TRY_TO(fail, st, sp_wake_open(&ep->base.wake_fd));
+    ep->base.wait_fd = epoll_create1(EPOLL_CLOEXEC);
+    if (ep->base.wait_fd < 0) {
         st = SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: shm: epoll", config->rank);
         goto fail;
     }
-    SP_TRY_TO(fail, st, sp_shm_watch(ep, ep->wake_fd));
+    SP_TRY_TO(fail, st, sp_shm_watch(ep, ep->base.wake_fd));
     SP_TRY_TO(fail, st, sp_shm_listen(ep));
     SP_TRY_TO(fail, st, sp_fork_watch(&ep->guard, close_in_child, ep));
     *out = (sp_endpoint *)ep;
@@ -100,37 +103,7 @@ fail:
     return st;
 }
 
-/* ---- moving messages ---- */
-
-static size_t shm_message_max(sp_endpoint *opaque)
-{
-    return sp_spsc_message_max(sp_shm_self(opaque)->config.queue_bytes);
-}
-static spccl_status shm_reserve(sp_endpoint *opaque, int peer, int queue, size_t bytes, void **out)
-{
-    return sp_ring_reserve(&sp_shm_self(opaque)->peers[peer].link, queue, bytes, out);
-}
-static spccl_status shm_commit(sp_endpoint *opaque, int peer, int queue, uint32_t call)
-{
-    (void)call; /* a queue has memory of its own: nothing competes */
-    return sp_ring_commit(&sp_shm_self(opaque)->peers[peer].link, queue);
-}
-static spccl_status shm_peek(sp_endpoint *opaque, int peer, int queue, const void **out, size_t *bytes)
-{
-    return sp_ring_peek(&sp_shm_self(opaque)->peers[peer].link, queue, out, bytes);
-}
-static spccl_status shm_release(sp_endpoint *opaque, int peer, int queue)
-{
-    return sp_ring_release(&sp_shm_self(opaque)->peers[peer].link, queue);
-}
-static bool shm_flushed(sp_endpoint *opaque, int peer, int queue, uint64_t n)
-{
-    (void)opaque; /* a committed message lies in memory that the peer has mapped */
-    (void)peer;
-    (void)queue;
-    (void)n;
-    return true;
-}
+/* ---- progress, sleeping ---- */
 
 /* Read the control connection: an abort, or its end. */
 static void look_at_socket(struct sp_shm *ep, int rank)
@@ -148,9 +121,9 @@ static void look_at_socket(struct sp_shm *ep, int rank)
         p->abort_done = 0;
         return;
     }
-    sp_ring_link_set_gone(&p->link, st == SPCCL_OK
-                                        ? "sent something other than an abort over its local socket"
-                                        : "is gone: its process ended or left the group; see its output");
+    sp_ring_link_set_gone(&ep->base.links[rank],
+                          st == SPCCL_OK ? "sent something other than an abort over its local socket"
+                                         : "is gone: its process ended or left the group; see its output");
     p->state = SP_SHM_GONE;
     pthread_mutex_lock(&ep->guard.lock);
     sp_sock_close(&p->sock); /* this also removes it from the epoll set */
@@ -163,7 +136,7 @@ static spccl_status shm_progress(sp_endpoint *opaque, int *peer, char *text)
     int64_t now_ns = sp_now_ns();
     bool look = ep->look_now || now_ns - ep->looked_ns > LOOK_NS;
     for (int i = 0; i < ep->config.world_size; i++)
-        if (ep->peers[i].state == SP_SHM_UP && sp_ring_take_signal(&ep->peers[i].link))
+        if (ep->peers[i].state == SP_SHM_UP && sp_ring_take_signal(&ep->base.links[i]))
             look_at_socket(ep, i);
     if (look) {
         ep->look_now = false;
@@ -180,31 +153,11 @@ static spccl_status shm_progress(sp_endpoint *opaque, int *peer, char *text)
                    ep->abort_text);
 }
 
-static int shm_wait_fd(sp_endpoint *opaque)
-{
-    return sp_shm_self(opaque)->epoll_fd;
-}
-
-static void shm_disarm(sp_endpoint *opaque)
-{
-    struct sp_shm *ep = sp_shm_self(opaque);
-    for (int i = 0; i < ep->config.world_size; i++)
-        if (ep->peers[i].state >= SP_SHM_UP)
-            sp_ring_disarm(&ep->peers[i].link);
-    sp_wake_drain(ep->wake_fd);
-}
-
 static spccl_status shm_arm(sp_endpoint *opaque)
 {
-    struct sp_shm *ep = sp_shm_self(opaque);
-    spccl_status st = SPCCL_OK;
-    for (int i = 0; i < ep->config.world_size; i++)
-        if (ep->peers[i].state >= SP_SHM_UP && sp_ring_arm(&ep->peers[i].link) != SPCCL_OK)
-            st = SPCCL_AGAIN;
-    if (st != SPCCL_OK)
-        shm_disarm(opaque);
-    else
-        ep->look_now = true; /* for the progress after the sleep */
+    spccl_status st = sp_ring_arm(opaque);
+    if (st == SPCCL_OK)
+        sp_shm_self(opaque)->look_now = true; /* for the progress after the sleep */
     return st;
 }
 
@@ -221,7 +174,7 @@ static void shm_abort_peers(sp_endpoint *opaque, const char *text)
             continue;
         if (sp_sock_write(p->sock, note, sizeof note, &done) != SPCCL_OK)
             sp_log(SP_LOG_INFO, ep->config.rank, "the abort could not be sent to rank %d", i);
-        sp_ring_signal(&p->link);
+        sp_ring_signal(&ep->base.links[i]);
     }
 }
 
@@ -236,23 +189,15 @@ static size_t shm_memory_bytes(sp_endpoint *opaque)
 
 const sp_transport sp_transport_shm = {
     .name = "shm",
-    .ns_per_byte = sp_local_ns_per_byte,
     .open = shm_open_endpoint,
     .address = sp_shm_address,
     .can_reach = sp_shm_can_reach,
     .add_peer = sp_shm_add_peer,
     .connect_step = sp_shm_connect_step,
-    .message_max = shm_message_max,
-    .reserve = shm_reserve,
-    .commit = shm_commit,
-    .peek = shm_peek,
-    .release = shm_release,
-    .flushed = shm_flushed,
     .progress = shm_progress,
-    .wait_fd = shm_wait_fd,
     .arm = shm_arm,
-    .disarm = shm_disarm,
     .abort_peers = shm_abort_peers,
     .memory_bytes = shm_memory_bytes,
     .close = shm_close,
+    SP_RING_FUNCTIONS,
 };

@@ -32,13 +32,11 @@ struct sp_shm_peer {
     void *out, *in;                        /* blocks of the link, mapped */
     size_t abort_done;                     /* bytes read of abort_bytes */
     uint8_t abort_bytes[SP_SHM_ABORT_BYTES];
-    sp_ring_link link;
 };
 
 struct sp_shm {
+    sp_ring_endpoint base; /* its wait_fd is an epoll set of wake_fd and all local sockets */
     sp_endpoint_config config;
-    int wake_fd;  /* this rank's */
-    int epoll_fd; /* wake_fd and all local sockets */
     sp_local_listener listener;
     struct sp_shm_peer *peers; /* [world_size] */
     int64_t looked_ns;         /* when all sockets were last read */

@@ -90,7 +90,7 @@ spccl_status sp_shm_listen(struct sp_shm *ep)
 spccl_status sp_shm_watch(struct sp_shm *ep, int fd)
 {
     struct epoll_event e = {.events = EPOLLIN, .data = {.fd = fd}};
-    if (epoll_ctl(ep->epoll_fd, EPOLL_CTL_ADD, fd, &e) != 0)
+    if (epoll_ctl(ep->base.wait_fd, EPOLL_CTL_ADD, fd, &e) != 0)
         return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: shm: epoll_ctl", ep->config.rank);
     return SPCCL_OK;
 }
@@ -132,7 +132,7 @@ spccl_status sp_shm_add_peer(sp_endpoint *opaque, int peer, const uint8_t *addre
 static spccl_status send_block(struct sp_shm *ep, struct sp_shm_peer *p)
 {
     uint8_t message[SP_SHM_MESSAGE_BYTES] = {0};
-    const int fds[2] = {p->out_fd, ep->wake_fd};
+    const int fds[2] = {p->out_fd, ep->base.wake_fd};
     sp_store_le32(message, MESSAGE_MAGIC);
     sp_store_le64(message + 8, sp_shm_block_bytes(ep));
     SP_TRY(sp_local_send(&ep->listener.config, p->sock, message, sizeof message, fds, 2));
@@ -169,8 +169,8 @@ static spccl_status exchange(struct sp_shm *ep, struct sp_shm_peer *p, int rank)
     SP_TRY(sp_local_receive(&ep->listener.config, p->sock, p->message, sizeof p->message, 2, &p->received));
     SP_TRY(map_block(ep, p));
     SP_TRY(sp_shm_watch(ep, p->sock));
-    sp_ring_link_init(&p->link, ep->config.rank, rank, ep->config.n_queues, ep->config.queue_bytes, p->out,
-                      p->in, p->wake_fd);
+    sp_ring_link_init(&ep->base.links[rank], ep->config.rank, rank, ep->config.n_queues,
+                      ep->config.queue_bytes, p->out, p->in, p->wake_fd);
     p->state = SP_SHM_UP;
     return SPCCL_OK;
 }
