@@ -20,44 +20,27 @@ static void expect(spccl_status got, spccl_status wanted, const char *words)
 
 /* ---- connecting ---- */
 
-struct listening {
-    sp_local_listener l;
-    int from, fd; /* of the accepted connection */
-};
-
-static bool expects(void *ctx, int from)
-{
-    (void)ctx;
-    return from == 0;
-}
-static void connected(void *ctx, int from, int fd)
-{
-    struct listening *at = ctx;
-    at->from = from;
-    at->fd = fd;
-}
-
 /* Rank 2 of 3 listens. Another rank, with the settings `mine`, connects to it. */
-static spccl_status try_connecting(const sp_local_config *mine, struct listening *at)
+static spccl_status try_connecting(const sp_local_config *mine, sp_local_listener *at)
 {
     sp_local_listener me = {.config = *mine};
     sp_local_connect c = {.state = SP_LOCAL_UNCONNECTED};
     spccl_status st = SPCCL_AGAIN;
     int fd = -1;
     for (int i = 0; i < 2000 && st == SPCCL_AGAIN; i++) {
-        st = sp_local_connect_step(&me, &c, 2, at->l.id, &fd);
-        if (at->l.acceptor.listen_fd >= 0)
-            (void)sp_acceptor_step(&at->l.acceptor);
+        st = sp_local_connect_step(&me, &c, 2, at->id, &fd);
+        if (at->acceptor.listen_fd >= 0)
+            (void)sp_acceptor_step(&at->acceptor);
         usleep(100);
     }
     sp_sock_close(&fd);
-    sp_sock_close(&at->fd);
+    sp_sock_close(&at->peers[0].sock);
     return st;
 }
 
 static void test_connect(void)
 {
-    struct listening at = {.l = {.acceptor = {.listen_fd = -1}}, .from = -1, .fd = -1};
+    sp_local_listener at = {.acceptor = {.listen_fd = -1}};
     sp_local_config c = plain, other;
     int before = count_entries("/proc/self/fd");
     c.rank = 2;
@@ -66,14 +49,12 @@ static void test_connect(void)
     c.group_tag = 5;
     c.n_queues = 2;
     c.queue_bytes = 4096;
-    c.ctx = &at;
-    c.expects = expects;
-    c.connected = connected;
-    CHECK_OK(sp_local_listen(&at.l, &c));
+    CHECK_OK(sp_local_listen(&at, &c));
+    at.peers[0].state = SP_LOCAL_EXPECTED;
     other = c;
     other.rank = 0;
     CHECK_OK(try_connecting(&other, &at));
-    CHECK(at.from == 0, "rank %d", at.from);
+    CHECK(at.peers[0].state == SP_LOCAL_EXCHANGE, "state %d", (int)at.peers[0].state);
     other.rank = 1;
     expect(try_connecting(&other, &at), SPCCL_ERR_PEER, "does not expect rank 1");
     other.rank = 2;
@@ -89,8 +70,9 @@ static void test_connect(void)
     other.queue_bytes = 4096;
     other.world_size = 4;
     expect(try_connecting(&other, &at), SPCCL_ERR_MISMATCH, "of 4 ranks, but rank 2 in one of 3");
-    sp_acceptor_close(&at.l.acceptor);
+    sp_acceptor_close(&at.acceptor);
     expect(try_connecting(&other, &at), SPCCL_ERR_PEER, "stopped listening before it passed its queues");
+    sp_local_close(&at);
     CHECK(count_entries("/proc/self/fd") == before, "%d descriptors more",
           count_entries("/proc/self/fd") - before);
 }

@@ -1,6 +1,7 @@
 /* local_socket.c - see local_socket.h. */
 #include "transport/common/local_socket.h"
 
+#include "core/base/mem.h"
 #include "core/base/status.h"
 #include "transport/common/auth.h"
 
@@ -45,15 +46,16 @@ static spccl_status check_hello(void *ctx, const sp_hs_hello *h)
                        "every rank the same settings",
                        h->from, h->n_queues, (unsigned long long)h->queue_bytes, c->rank, c->n_queues,
                        (unsigned long long)c->queue_bytes);
-    if (h->from < 0 || h->from >= c->rank || !c->expects(c->ctx, h->from))
+    if (h->from < 0 || h->from >= c->rank || l->peers[h->from].state != SP_LOCAL_EXPECTED)
         return SP_FAIL(SPCCL_ERR_PEER, "rank %d does not expect rank %d", c->rank, h->from);
     return SPCCL_OK;
 }
 
 static spccl_status take_connection(void *ctx, int fd, const sp_hs_hello *hello)
 {
-    const sp_local_config *c = &((const sp_local_listener *)ctx)->config;
-    c->connected(c->ctx, hello->from, fd);
+    sp_local_peer *p = &((sp_local_listener *)ctx)->peers[hello->from];
+    p->sock = fd;
+    p->state = SP_LOCAL_EXCHANGE;
     return SPCCL_OK;
 }
 
@@ -67,6 +69,11 @@ spccl_status sp_local_listen(sp_local_listener *l, const sp_local_config *config
     sp_sock_address name;
     int fd;
     l->config = *config;
+    l->peers = sp_calloc((size_t)config->world_size, sizeof *l->peers);
+    if (l->peers == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "%s: tables for %d ranks", config->transport, config->world_size);
+    for (int i = 0; i < config->world_size; i++)
+        l->peers[i].sock = -1;
     SP_TRY(sp_random_bytes(l->id, sizeof l->id));
     fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     name_of(l->id, &name);
@@ -77,6 +84,26 @@ spccl_status sp_local_listen(sp_local_listener *l, const sp_local_config *config
         return st;
     }
     return sp_acceptor_init(&l->acceptor, fd, &ac);
+}
+
+void sp_local_close_descriptors(sp_local_listener *l)
+{
+    for (int i = 0; i < l->config.world_size; i++) {
+        sp_sock_close(&l->peers[i].sock);
+        sp_local_message_close(&l->peers[i].received);
+    }
+    sp_acceptor_close_descriptors(&l->acceptor);
+}
+
+void sp_local_close(sp_local_listener *l)
+{
+    for (int i = 0; l->peers != NULL && i < l->config.world_size; i++)
+        if (l->peers[i].sock >= 0)
+            (void)shutdown(l->peers[i].sock, SHUT_RDWR);
+    if (l->peers != NULL)
+        sp_local_close_descriptors(l);
+    sp_acceptor_close(&l->acceptor);
+    sp_free(l->peers);
 }
 
 /* ---- connecting ---- */
@@ -214,4 +241,43 @@ void sp_local_message_close(sp_local_message *m)
 {
     while (m->n_fds > 0)
         sp_sock_close(&m->fds[--m->n_fds]);
+}
+
+/* ---- the exchange with all peers ---- */
+
+spccl_status sp_local_exchange(sp_local_listener *l, int rank, const uint8_t id[SP_HS_ID_BYTES],
+                               const sp_local_outgoing *out, int fds_max)
+{
+    sp_local_peer *p = &l->peers[rank];
+    if (p->state == SP_LOCAL_EXPECTED)
+        return SPCCL_AGAIN;
+    if (p->state == SP_LOCAL_CONNECT)
+        SP_TRY(sp_local_connect_step(l, &p->connect, rank, id, &p->sock));
+    p->state = SP_LOCAL_EXCHANGE;
+    if (!p->sent)
+        SP_TRY(sp_local_send(&l->config, p->sock, out->message, out->bytes, out->fds, out->n_fds));
+    p->sent = true;
+    return sp_local_receive(&l->config, p->sock, p->message, out->bytes, fds_max, &p->received);
+}
+
+spccl_status sp_local_step_all(sp_local_listener *l, spccl_status (*step)(void *ctx, int rank), void *ctx,
+                               sp_rank_list *missing)
+{
+    const sp_local_config *c = &l->config;
+    if (l->acceptor.listen_fd >= 0)
+        SP_TRY(sp_acceptor_step(&l->acceptor));
+    for (int i = 0; i < c->world_size; i++) {
+        spccl_status st;
+        if (l->peers[i].state == SP_LOCAL_ABSENT || l->peers[i].state == SP_LOCAL_DONE)
+            continue;
+        st = step(ctx, i);
+        if (st == SPCCL_OK)
+            l->peers[i].state = SP_LOCAL_DONE;
+        else if (st == SPCCL_AGAIN)
+            sp_rank_list_add(missing, i);
+        else
+            return SP_FAIL(st, "rank %d: %s rank %d%s: %s", c->rank, c->before, i, c->after,
+                           spccl_last_error());
+    }
+    return missing->n == 0 ? SPCCL_OK : SPCCL_AGAIN;
 }

@@ -8,9 +8,11 @@
 #ifndef SP_LOCAL_SOCKET_H
 #define SP_LOCAL_SOCKET_H
 
+#include "core/base/rank_list.h"
 #include "transport/common/acceptor.h"
 
 #define SP_LOCAL_FDS_MAX 2 /* descriptors of a message */
+#define SP_LOCAL_MESSAGE_MAX 256u
 
 typedef struct sp_local_config {
     const char *transport; /* "shm", "nvlink": for texts */
@@ -21,28 +23,66 @@ typedef struct sp_local_config {
     uint64_t group_tag;
     uint32_t n_queues; /* both ends must have the same number of queues of the same length; 0: has none */
     uint64_t queue_bytes;
-    void *ctx;
-    /* True while rank `from` has not connected. */
-    bool (*expects)(void *ctx, int from);
-    /* Called when rank `from` has connected; the callee owns fd. */
-    void (*connected)(void *ctx, int from, int fd);
+    const char *before, *after; /* of the peer in error texts: "connecting to", " over shm" */
 } sp_local_config;
-
-typedef struct sp_local_listener {
-    sp_local_config config;
-    uint8_t id[SP_HS_ID_BYTES]; /* random: the name of the socket */
-    /* Before sp_local_listen: listen_fd is -1, all else zero. */
-    sp_acceptor acceptor;
-} sp_local_listener;
-
-/* Draw an id and listen. The caller steps and closes l->acceptor. Errors: SYSTEM, NOMEM. */
-spccl_status sp_local_listen(sp_local_listener *l, const sp_local_config *config);
 
 /* One connection under way to a higher rank. Starts zeroed. */
 typedef struct sp_local_connect {
     enum { SP_LOCAL_UNCONNECTED, SP_LOCAL_CONNECTING, SP_LOCAL_PROVING, SP_LOCAL_PROVEN } state;
     sp_hs hs;
 } sp_local_connect;
+
+/* Bytes and descriptors of a message received so far. Starts zeroed. */
+typedef struct sp_local_message {
+    size_t n_bytes;
+    int n_fds, fds[SP_LOCAL_FDS_MAX]; /* owned: whoever takes one over lowers n_fds */
+} sp_local_message;
+
+typedef struct sp_local_peer {
+    enum {
+        SP_LOCAL_ABSENT,   /* nothing is exchanged with it */
+        SP_LOCAL_CONNECT,  /* this rank connects to it */
+        SP_LOCAL_EXPECTED, /* it connects to this rank */
+        SP_LOCAL_EXCHANGE, /* connected; messages travel */
+        SP_LOCAL_DONE
+    } state;  /* the owner sets the first one */
+    int sock; /* -1: none */
+    sp_local_connect connect;
+    bool sent;
+    sp_local_message received;
+    uint8_t message[SP_LOCAL_MESSAGE_MAX]; /* as received */
+} sp_local_peer;
+
+typedef struct sp_local_listener {
+    sp_local_config config;
+    uint8_t id[SP_HS_ID_BYTES]; /* random: the name of the socket */
+    /* Before sp_local_listen: listen_fd is -1, all else zero. */
+    sp_acceptor acceptor;
+    sp_local_peer *peers; /* [world_size] */
+} sp_local_listener;
+
+/* Make the table of peers, draw an id and listen. Errors: SYSTEM, NOMEM; then call sp_local_close. */
+spccl_status sp_local_listen(sp_local_listener *l, const sp_local_config *config);
+/* Close all connections and free the table. */
+void sp_local_close(sp_local_listener *l);
+/* Close the descriptors and free nothing: for a child of fork (forks.h). */
+void sp_local_close_descriptors(sp_local_listener *l);
+
+/* Accept connections, and call `step` for each peer that is not done, until it returns SPCCL_OK. AGAIN: `missing` lists
+ * those that are not done. */
+spccl_status sp_local_step_all(sp_local_listener *l, spccl_status (*step)(void *ctx, int rank), void *ctx,
+                               sp_rank_list *missing);
+
+/* The message that this rank sends to a peer. */
+typedef struct sp_local_outgoing {
+    const void *message;
+    size_t bytes; /* at most SP_LOCAL_MESSAGE_MAX; the peer's has as many */
+    int n_fds, fds[SP_LOCAL_FDS_MAX];
+} sp_local_outgoing;
+/* Go on exchanging messages with a peer, whose listener has `id`. SPCCL_OK: its message is in l->peers[rank], with at most
+ * fds_max descriptors. Errors: as of the three functions below. */
+spccl_status sp_local_exchange(sp_local_listener *l, int rank, const uint8_t id[SP_HS_ID_BYTES],
+                               const sp_local_outgoing *out, int fds_max);
 
 /* Go on connecting to `peer`, whose listener has `id`. SPCCL_AGAIN: not yet; SPCCL_OK: proven.
  *   fd   -1 at first; the caller's to close
@@ -51,17 +91,11 @@ typedef struct sp_local_connect {
 spccl_status sp_local_connect_step(const sp_local_listener *l, sp_local_connect *c, int peer,
                                    const uint8_t id[SP_HS_ID_BYTES], int *fd);
 
-/* Send a message of at most 256 bytes into an empty connection: all of it or nothing (SPCCL_AGAIN).
+/* Send a message of at most SP_LOCAL_MESSAGE_MAX bytes into an empty connection: all of it or nothing (SPCCL_AGAIN).
  *   fds   [n_fds <= SP_LOCAL_FDS_MAX]; the receiver gets copies
  * Errors: PEER. */
 spccl_status sp_local_send(const sp_local_config *config, int fd, const void *message, size_t bytes,
                            const int *fds, int n_fds);
-
-/* Bytes and descriptors of a message received so far. Starts zeroed. */
-typedef struct sp_local_message {
-    size_t n_bytes;
-    int n_fds, fds[SP_LOCAL_FDS_MAX]; /* owned: whoever takes one over lowers n_fds */
-} sp_local_message;
 
 /* Receive a message of `bytes` bytes with at most `fds_max` descriptors into `buf`; SPCCL_AGAIN: not all is
  * there. Errors: PEER (closed, broke, or sent too many descriptors), SYSTEM (this process may open no

@@ -27,26 +27,9 @@ _Static_assert(SP_GPU_SHARE_ADDRESS_BYTES == ID_BYTES + SP_HOST_ID_BYTES, "an id
 #define STEP_NS 200000          /* sleep between two tries; only during start-up */
 #define STILL_NS (20 * 1000000) /* time between two calls of config.still */
 
-enum peer_state {
-    PEER_CONNECT,  /* this rank connects to it */
-    PEER_EXPECTED, /* it connects to this rank */
-    PEER_EXCHANGE, /* connected; messages travel */
-    PEER_DONE
-};
-
-struct peer {
-    enum peer_state state;
-    int sock;
-    sp_local_connect connect;
-    bool sent;
-    sp_local_message received;
-    uint8_t message[MESSAGE_BYTES]; /* as received */
-};
-
 struct sp_gpu_share {
     sp_gpu_share_config config;
     sp_local_listener listener;
-    struct peer *peers; /* [world_size] */
     sp_fork_guard guard;
 };
 
@@ -59,6 +42,7 @@ struct refusal {
 
 /* The state of one call of sp_gpu_share_exchange. */
 struct exchange {
+    sp_gpu_share *s;
     size_t bytes;
     const uint8_t *addresses;
     size_t stride;                  /* of addresses */
@@ -70,18 +54,6 @@ struct exchange {
 
 /* ---- listening ---- */
 
-static bool expects(void *ctx, int from)
-{
-    return ((sp_gpu_share *)ctx)->peers[from].state == PEER_EXPECTED;
-}
-
-static void connected(void *ctx, int from, int fd)
-{
-    struct peer *p = &((sp_gpu_share *)ctx)->peers[from];
-    p->sock = fd;
-    p->state = PEER_EXCHANGE;
-}
-
 static spccl_status start_listening(sp_gpu_share *s)
 {
     sp_local_config lc = {.transport = "nvlink",
@@ -91,20 +63,14 @@ static spccl_status start_listening(sp_gpu_share *s)
                           .world_size = s->config.world_size,
                           .secret = s->config.secret,
                           .group_tag = s->config.group_tag,
-                          .ctx = s,
-                          .expects = expects,
-                          .connected = connected};
+                          .before = "GPU memory of",
+                          .after = ""};
     return sp_local_listen(&s->listener, &lc);
 }
 
 static void close_in_child(void *owner)
 {
-    sp_gpu_share *s = owner;
-    for (int i = 0; i < s->config.world_size; i++) {
-        sp_sock_close(&s->peers[i].sock);
-        sp_local_message_close(&s->peers[i].received);
-    }
-    sp_acceptor_close_descriptors(&s->listener.acceptor);
+    sp_local_close_descriptors(&((sp_gpu_share *)owner)->listener);
 }
 
 spccl_status sp_gpu_share_open(const sp_gpu_share_config *config, sp_gpu_share **out)
@@ -115,16 +81,10 @@ spccl_status sp_gpu_share_open(const sp_gpu_share_config *config, sp_gpu_share *
         return SP_FAIL(SPCCL_ERR_NOMEM, "nvlink: %zu bytes", sizeof *s);
     s->config = *config;
     s->listener.acceptor.listen_fd = -1;
-    s->peers = sp_calloc((size_t)config->world_size, sizeof *s->peers);
-    if (s->peers == NULL) {
-        st = SP_FAIL(SPCCL_ERR_NOMEM, "nvlink: %d peers", config->world_size);
-        goto fail;
-    }
-    for (int i = 0; i < config->world_size; i++) {
-        s->peers[i].sock = -1;
-        s->peers[i].state = i == config->rank ? PEER_DONE : i < config->rank ? PEER_EXPECTED : PEER_CONNECT;
-    }
     SP_TRY_TO(fail, st, start_listening(s));
+    for (int i = 0; i < config->world_size; i++)
+        if (i != config->rank)
+            s->listener.peers[i].state = i < config->rank ? SP_LOCAL_EXPECTED : SP_LOCAL_CONNECT;
     SP_TRY_TO(fail, st, sp_fork_watch(&s->guard, close_in_child, s));
     *out = s;
     return SPCCL_OK;
@@ -138,15 +98,7 @@ void sp_gpu_share_close(sp_gpu_share *s)
     if (s == NULL)
         return;
     sp_fork_unwatch(&s->guard);
-    for (int i = 0; s->peers != NULL && i < s->config.world_size; i++) {
-        struct peer *p = &s->peers[i];
-        if (p->sock >= 0)
-            (void)shutdown(p->sock, SHUT_RDWR);
-        sp_sock_close(&p->sock);
-        sp_local_message_close(&p->received);
-    }
-    sp_acceptor_close(&s->listener.acceptor);
-    sp_free(s->peers);
+    sp_local_close(&s->listener);
     sp_free(s);
 }
 
@@ -166,16 +118,15 @@ bool sp_gpu_share_same_host(const uint8_t *a, const uint8_t *b)
 
 static void note_refusal(const sp_gpu_share *s, struct exchange *w, int rank, spccl_status st)
 {
-    char why[300];
     if (w->refusal.status != SPCCL_OK)
         return;
-    snprintf(why, sizeof why, "%s", spccl_last_error());
     w->refusal.status = st == SPCCL_ERR_DEVICE ? SPCCL_ERR_UNREACHABLE : st;
     snprintf(w->refusal.text, sizeof w->refusal.text,
-             "rank %d: GPU memory of rank %d: it cannot be mapped here: %s", s->config.rank, rank, why);
+             "rank %d: GPU memory of rank %d: it cannot be mapped here: %.300s", s->config.rank, rank,
+             spccl_last_error());
 }
 
-static spccl_status map_memory(const sp_gpu_share *s, struct exchange *w, struct peer *p, int rank)
+static spccl_status map_memory(const sp_gpu_share *s, struct exchange *w, sp_local_peer *p, int rank)
 {
     spccl_status st;
     if (sp_load_le32(p->message) != MESSAGE_MAGIC)
@@ -193,48 +144,13 @@ static spccl_status map_memory(const sp_gpu_share *s, struct exchange *w, struct
     return SPCCL_OK;
 }
 
-static spccl_status step_peer(sp_gpu_share *s, struct exchange *w, int rank)
+static spccl_status step_peer(void *ctx, int rank)
 {
-    struct peer *p = &s->peers[rank];
-    const uint8_t *address = w->addresses + (size_t)rank * w->stride;
-    switch (p->state) {
-    case PEER_CONNECT:
-        SP_TRY(sp_local_connect_step(&s->listener, &p->connect, rank, address, &p->sock));
-        p->state = PEER_EXCHANGE; /* fall through */
-    case PEER_EXCHANGE:
-        if (!p->sent) {
-            SP_TRY(sp_local_send(&s->listener.config, p->sock, w->message, sizeof w->message, &w->fd,
-                                 w->fd >= 0 ? 1 : 0));
-            p->sent = true;
-        }
-        SP_TRY(
-            sp_local_receive(&s->listener.config, p->sock, p->message, sizeof p->message, 1, &p->received));
-        SP_TRY(map_memory(s, w, p, rank));
-        p->state = PEER_DONE;
-        return SPCCL_OK;
-    case PEER_EXPECTED:
-        return SPCCL_AGAIN;
-    case PEER_DONE:
-        return SPCCL_OK;
-    }
-    return SP_FAIL(SPCCL_ERR_BUG, "rank %d: nvlink: state %d", s->config.rank, (int)p->state);
-}
-
-/* Continue with every peer. AGAIN while a peer is not done; `missing` lists these. */
-static spccl_status step_all(sp_gpu_share *s, struct exchange *w, sp_rank_list *missing)
-{
-    SP_TRY(sp_acceptor_step(&s->listener.acceptor));
-    for (int i = 0; i < s->config.world_size; i++) {
-        char cause[400];
-        spccl_status st = step_peer(s, w, i);
-        if (st == SPCCL_AGAIN)
-            sp_rank_list_add(missing, i);
-        if (st == SPCCL_AGAIN || st == SPCCL_OK)
-            continue;
-        snprintf(cause, sizeof cause, "%s", spccl_last_error());
-        return SP_FAIL(st, "rank %d: GPU memory of rank %d: %s", s->config.rank, i, cause);
-    }
-    return missing->n == 0 ? SPCCL_OK : SPCCL_AGAIN;
+    struct exchange *w = ctx;
+    sp_local_outgoing out = {
+        .message = w->message, .bytes = sizeof w->message, .n_fds = w->fd >= 0 ? 1 : 0, .fds = {w->fd}};
+    SP_TRY(sp_local_exchange(&w->s->listener, rank, w->addresses + (size_t)rank * w->stride, &out, 1));
+    return map_memory(w->s, w, &w->s->listener.peers[rank], rank);
 }
 
 static spccl_status run_exchange(sp_gpu_share *s, struct exchange *w)
@@ -244,7 +160,7 @@ static spccl_status run_exchange(sp_gpu_share *s, struct exchange *w)
         sp_rank_list missing = {0};
         spccl_status st;
         pthread_mutex_lock(&s->guard.lock);
-        st = step_all(s, w, &missing);
+        st = sp_local_step_all(&s->listener, step_peer, w, &missing);
         pthread_mutex_unlock(&s->guard.lock);
         if (st != SPCCL_AGAIN)
             return st;
@@ -264,14 +180,15 @@ static spccl_status run_exchange(sp_gpu_share *s, struct exchange *w)
 spccl_status sp_gpu_share_exchange(sp_gpu_share *s, sp_gpu_memory *own, size_t bytes,
                                    const uint8_t *addresses, size_t stride, sp_gpu_memory **out)
 {
-    struct exchange w = {.bytes = bytes, .addresses = addresses, .stride = stride, .fd = -1, .out = out};
+    struct exchange w = {
+        .s = s, .bytes = bytes, .addresses = addresses, .stride = stride, .fd = -1, .out = out};
     spccl_status st;
     sp_store_le32(w.message, MESSAGE_MAGIC);
     sp_store_le64(w.message + 8, bytes);
     for (int i = 0; i < s->config.world_size; i++)
         if (!sp_gpu_share_same_host(addresses + (size_t)i * stride,
                                     addresses + (size_t)s->config.rank * stride))
-            s->peers[i].state = PEER_DONE;
+            s->listener.peers[i].state = SP_LOCAL_ABSENT;
     SP_TRY(s->config.ops->memory_export(own, w.message + HANDLE_AT, &w.fd));
     st = run_exchange(s, &w);
     sp_sock_close(&w.fd);

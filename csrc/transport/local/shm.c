@@ -21,24 +21,27 @@
 /* While the ranks are busy, all sockets are read this often. They are also read after every sleep. */
 #define LOOK_NS 2000000
 
+/* Connected, and not gone. */
+static bool is_up(const struct sp_shm *ep, int peer)
+{
+    return ep->base.links[peer].up && !ep->base.links[peer].gone;
+}
+
 static void close_in_child(void *owner)
 {
-    struct sp_shm *ep = owner;
-    for (int i = 0; i < ep->config.world_size; i++)
-        sp_sock_close(&ep->peers[i].sock);
-    sp_acceptor_close_descriptors(&ep->listener.acceptor);
+    sp_local_close_descriptors(&((struct sp_shm *)owner)->listener);
 }
 
 /* Show the peers that this rank leaves. shutdown ends a connection even if a child of fork holds a copy of
  * its descriptor. */
 static void hang_up(struct sp_shm *ep)
 {
-    for (int i = 0; ep->peers != NULL && i < ep->config.world_size; i++) {
-        struct sp_shm_peer *p = &ep->peers[i];
-        if (p->sock < 0)
+    for (int i = 0; ep->listener.peers != NULL && i < ep->config.world_size; i++) {
+        int sock = ep->listener.peers[i].sock;
+        if (sock < 0)
             continue; /* in a child of fork this holds for all peers: close_in_child closed the sockets */
-        (void)shutdown(p->sock, SHUT_RDWR);
-        if (p->state == SP_SHM_UP)
+        (void)shutdown(sock, SHUT_RDWR);
+        if (is_up(ep, i))
             sp_ring_signal(&ep->base.links[i]); /* a busy peer then reads the socket at once */
     }
 }
@@ -52,16 +55,14 @@ static void shm_close(sp_endpoint *opaque)
     sp_fork_unwatch(&ep->guard);
     for (int i = 0; ep->peers != NULL && i < ep->config.world_size; i++) {
         struct sp_shm_peer *p = &ep->peers[i];
-        sp_sock_close(&p->sock);
         sp_sock_close(&p->out_fd);
         sp_sock_close(&p->wake_fd);
-        sp_local_message_close(&p->received);
         if (p->out != NULL)
             munmap(p->out, sp_shm_block_bytes(ep));
         if (p->in != NULL)
             munmap(p->in, sp_shm_block_bytes(ep));
     }
-    sp_acceptor_close(&ep->listener.acceptor);
+    sp_local_close(&ep->listener);
     sp_sock_close(&ep->base.wake_fd);
     sp_sock_close(&ep->base.wait_fd);
     explicit_bzero(ep->config.secret, sizeof ep->config.secret);
@@ -82,7 +83,7 @@ static spccl_status shm_open_endpoint(const sp_endpoint_config *config, sp_endpo
     ep->peers = sp_calloc((size_t)config->world_size, sizeof *ep->peers);
     ep->base.links = sp_calloc((size_t)config->world_size, sizeof *ep->base.links);
     for (int i = 0; ep->peers != NULL && i < config->world_size; i++)
-        ep->peers[i].sock = ep->peers[i].out_fd = ep->peers[i].wake_fd = -1;
+        ep->peers[i].out_fd = ep->peers[i].wake_fd = -1;
     if (ep->peers == NULL || ep->base.links == NULL) {
         st = SP_FAIL(SPCCL_ERR_NOMEM, "shm: tables for %d ranks", config->world_size);
         goto fail;
@@ -109,7 +110,8 @@ fail:
 static void look_at_socket(struct sp_shm *ep, int rank)
 {
     struct sp_shm_peer *p = &ep->peers[rank];
-    spccl_status st = sp_sock_read(p->sock, p->abort_bytes, SP_SHM_ABORT_BYTES, &p->abort_done);
+    spccl_status st =
+        sp_sock_read(ep->listener.peers[rank].sock, p->abort_bytes, SP_SHM_ABORT_BYTES, &p->abort_done);
     if (st == SPCCL_AGAIN)
         return;
     if (st == SPCCL_OK && sp_load_le32(p->abort_bytes) == ABORT_MAGIC) {
@@ -124,9 +126,8 @@ static void look_at_socket(struct sp_shm *ep, int rank)
     sp_ring_link_set_gone(&ep->base.links[rank],
                           st == SPCCL_OK ? "sent something other than an abort over its local socket"
                                          : "is gone: its process ended or left the group; see its output");
-    p->state = SP_SHM_GONE;
     pthread_mutex_lock(&ep->guard.lock);
-    sp_sock_close(&p->sock); /* this also removes it from the epoll set */
+    sp_sock_close(&ep->listener.peers[rank].sock); /* this also removes it from the epoll set */
     pthread_mutex_unlock(&ep->guard.lock);
 }
 
@@ -136,13 +137,13 @@ static spccl_status shm_progress(sp_endpoint *opaque, int *peer, char *text)
     int64_t now_ns = sp_now_ns();
     bool look = ep->look_now || now_ns - ep->looked_ns > LOOK_NS;
     for (int i = 0; i < ep->config.world_size; i++)
-        if (ep->peers[i].state == SP_SHM_UP && sp_ring_take_signal(&ep->base.links[i]))
+        if (is_up(ep, i) && sp_ring_take_signal(&ep->base.links[i]))
             look_at_socket(ep, i);
     if (look) {
         ep->look_now = false;
         ep->looked_ns = now_ns;
         for (int i = 0; i < ep->config.world_size; i++)
-            if (ep->peers[i].state == SP_SHM_UP)
+            if (is_up(ep, i))
                 look_at_socket(ep, i);
     }
     if (ep->abort_rank < 0)
@@ -168,11 +169,10 @@ static void shm_abort_peers(sp_endpoint *opaque, const char *text)
     sp_store_le32(note, ABORT_MAGIC);
     snprintf((char *)note + 4, SP_ABORT_TEXT_CAP, "%s", text);
     for (int i = 0; i < ep->config.world_size; i++) {
-        struct sp_shm_peer *p = &ep->peers[i];
         size_t done = 0;
-        if (p->state != SP_SHM_UP)
+        if (!is_up(ep, i))
             continue;
-        if (sp_sock_write(p->sock, note, sizeof note, &done) != SPCCL_OK)
+        if (sp_sock_write(ep->listener.peers[i].sock, note, sizeof note, &done) != SPCCL_OK)
             sp_log(SP_LOG_INFO, ep->config.rank, "the abort could not be sent to rank %d", i);
         sp_ring_signal(&ep->base.links[i]);
     }

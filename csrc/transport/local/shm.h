@@ -9,28 +9,12 @@
 #include <unistd.h>
 
 #define SP_SHM_ABORT_BYTES (4u + SP_ABORT_TEXT_CAP)
-#define SP_SHM_MESSAGE_BYTES 16u /* the message with the descriptors: shm_connect.c */
-
-enum sp_shm_state {
-    SP_SHM_ABSENT,   /* not added */
-    SP_SHM_CONNECT,  /* this rank connects to it */
-    SP_SHM_EXPECTED, /* it connects to this rank */
-    SP_SHM_EXCHANGE, /* connected; descriptors travel */
-    SP_SHM_UP,
-    SP_SHM_GONE
-};
 
 struct sp_shm_peer {
-    enum sp_shm_state state;
     uint8_t id[SP_HS_ID_BYTES];
-    int sock, out_fd; /* -1: none */
-    int wake_fd;      /* the peer's; -1: none */
-    sp_local_connect connect;
-    bool sent;
-    sp_local_message received;
-    uint8_t message[SP_SHM_MESSAGE_BYTES]; /* as received */
-    void *out, *in;                        /* blocks of the link, mapped */
-    size_t abort_done;                     /* bytes read of abort_bytes */
+    int out_fd, wake_fd; /* wake_fd is the peer's; -1: none */
+    void *out, *in;      /* blocks of the link, mapped */
+    size_t abort_done;   /* bytes read of abort_bytes */
     uint8_t abort_bytes[SP_SHM_ABORT_BYTES];
 };
 

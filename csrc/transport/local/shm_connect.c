@@ -22,7 +22,7 @@
 #define ID_BYTES SP_HS_ID_BYTES
 #define ADDRESS_BYTES (4u + ID_BYTES + SP_HOST_ID_BYTES + 4u)
 #define MESSAGE_MAGIC 0x48535053u /* "SPSH" */
-_Static_assert(SP_SHM_MESSAGE_BYTES == 16, "magic, zero, bytes");
+#define MESSAGE_BYTES 16u
 static const char address_magic[4] = {'s', 'p', 'S', '1'};
 
 /* ---- who can be reached: ranks of the same kernel, the same user, and the same network namespace, to which
@@ -57,18 +57,6 @@ bool sp_shm_can_reach(sp_endpoint *opaque, const uint8_t *address, size_t bytes,
 
 /* ---- listening ---- */
 
-static bool expects(void *ctx, int from)
-{
-    return ((struct sp_shm *)ctx)->peers[from].state == SP_SHM_EXPECTED;
-}
-
-static void connected(void *ctx, int from, int fd)
-{
-    struct sp_shm_peer *p = &((struct sp_shm *)ctx)->peers[from];
-    p->sock = fd;
-    p->state = SP_SHM_EXCHANGE;
-}
-
 spccl_status sp_shm_listen(struct sp_shm *ep)
 {
     const sp_endpoint_config *c = &ep->config;
@@ -81,9 +69,8 @@ spccl_status sp_shm_listen(struct sp_shm *ep)
                           .group_tag = c->group_tag,
                           .n_queues = (uint32_t)c->n_queues,
                           .queue_bytes = c->queue_bytes,
-                          .ctx = ep,
-                          .expects = expects,
-                          .connected = connected};
+                          .before = "connecting to",
+                          .after = " over shm"};
     return sp_local_listen(&ep->listener, &lc);
 }
 
@@ -118,37 +105,25 @@ spccl_status sp_shm_add_peer(sp_endpoint *opaque, int peer, const uint8_t *addre
     struct sp_shm *ep = sp_shm_self(opaque);
     struct sp_shm_peer *p;
     if (peer < 0 || peer >= ep->config.world_size || peer == ep->config.rank ||
-        ep->peers[peer].state != SP_SHM_ABSENT || bytes != ADDRESS_BYTES)
+        ep->listener.peers[peer].state != SP_LOCAL_ABSENT || bytes != ADDRESS_BYTES)
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: shm: add_peer(%d, %zu bytes)", ep->config.rank, peer, bytes);
     p = &ep->peers[peer];
     memcpy(p->id, address + 4, ID_BYTES);
     SP_TRY(make_block(ep, p, peer));
-    p->state = peer > ep->config.rank ? SP_SHM_CONNECT : SP_SHM_EXPECTED;
+    ep->listener.peers[peer].state = peer > ep->config.rank ? SP_LOCAL_CONNECT : SP_LOCAL_EXPECTED;
     return SPCCL_OK;
 }
 
 /* ---- connecting ---- */
 
-static spccl_status send_block(struct sp_shm *ep, struct sp_shm_peer *p)
-{
-    uint8_t message[SP_SHM_MESSAGE_BYTES] = {0};
-    const int fds[2] = {p->out_fd, ep->base.wake_fd};
-    sp_store_le32(message, MESSAGE_MAGIC);
-    sp_store_le64(message + 8, sp_shm_block_bytes(ep));
-    SP_TRY(sp_local_send(&ep->listener.config, p->sock, message, sizeof message, fds, 2));
-    p->sent = true;
-    sp_sock_close(&p->out_fd); /* the memory stays mapped, and the peer has a descriptor of its own */
-    return SPCCL_OK;
-}
-
 /* Check the peer's block and map it. */
-static spccl_status map_block(const struct sp_shm *ep, struct sp_shm_peer *p)
+static spccl_status map_block(const struct sp_shm *ep, struct sp_shm_peer *p, sp_local_peer *from)
 {
     size_t bytes = sp_shm_block_bytes(ep);
     struct stat s;
-    int fd = p->received.n_fds == 2 ? p->received.fds[0] : -1;
+    int fd = from->received.n_fds == 2 ? from->received.fds[0] : -1;
     int seals = fcntl(fd, F_GET_SEALS);
-    if (fd < 0 || sp_load_le32(p->message) != MESSAGE_MAGIC || sp_load_le64(p->message + 8) != bytes ||
+    if (fd < 0 || sp_load_le32(from->message) != MESSAGE_MAGIC || sp_load_le64(from->message + 8) != bytes ||
         fstat(fd, &s) != 0 || s.st_size != (off_t)bytes || seals < 0 || (seals & F_SEAL_SHRINK) == 0)
         return SP_FAIL(SPCCL_ERR_PEER, "it passed something that is not its queues");
     p->in = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -156,63 +131,40 @@ static spccl_status map_block(const struct sp_shm *ep, struct sp_shm_peer *p)
         p->in = NULL;
         return SP_FAIL_ERRNO(SPCCL_ERR_NOMEM, "mapping %zu bytes of its queues", bytes);
     }
-    p->wake_fd = p->received.fds[1];
-    p->received.n_fds = 1; /* wake_fd is taken over; the memory stays mapped without its descriptor */
-    sp_local_message_close(&p->received);
+    p->wake_fd = from->received.fds[1];
+    from->received.n_fds = 1; /* wake_fd is taken over; the memory stays mapped without its descriptor */
+    sp_local_message_close(&from->received);
     return SPCCL_OK;
 }
 
-static spccl_status exchange(struct sp_shm *ep, struct sp_shm_peer *p, int rank)
+static spccl_status connect_peer(void *ctx, int rank)
 {
-    if (!p->sent)
-        SP_TRY(send_block(ep, p));
-    SP_TRY(sp_local_receive(&ep->listener.config, p->sock, p->message, sizeof p->message, 2, &p->received));
-    SP_TRY(map_block(ep, p));
-    SP_TRY(sp_shm_watch(ep, p->sock));
+    struct sp_shm *ep = ctx;
+    struct sp_shm_peer *p = &ep->peers[rank];
+    uint8_t message[MESSAGE_BYTES] = {0};
+    sp_local_outgoing out = {
+        .message = message, .bytes = sizeof message, .n_fds = 2, .fds = {p->out_fd, ep->base.wake_fd}};
+    sp_store_le32(message, MESSAGE_MAGIC);
+    sp_store_le64(message + 8, sp_shm_block_bytes(ep));
+    SP_TRY(sp_local_exchange(&ep->listener, rank, p->id, &out, 2));
+    sp_sock_close(&p->out_fd); /* the memory stays mapped, and the peer has a descriptor of its own */
+    SP_TRY(map_block(ep, p, &ep->listener.peers[rank]));
+    SP_TRY(sp_shm_watch(ep, ep->listener.peers[rank].sock));
     sp_ring_link_init(&ep->base.links[rank], ep->config.rank, rank, ep->config.n_queues,
                       ep->config.queue_bytes, p->out, p->in, p->wake_fd);
-    p->state = SP_SHM_UP;
     return SPCCL_OK;
-}
-
-static spccl_status connect_peer(struct sp_shm *ep, struct sp_shm_peer *p, int rank)
-{
-    if (p->state == SP_SHM_CONNECT) {
-        SP_TRY(sp_local_connect_step(&ep->listener, &p->connect, rank, p->id, &p->sock));
-        p->state = SP_SHM_EXCHANGE;
-    }
-    if (p->state == SP_SHM_EXCHANGE)
-        SP_TRY(exchange(ep, p, rank));
-    return p->state == SP_SHM_EXPECTED ? SPCCL_AGAIN : SPCCL_OK;
 }
 
 static spccl_status connect_all(struct sp_shm *ep)
 {
     sp_rank_list missing = {0};
-    if (ep->listener.acceptor.listen_fd >= 0)
-        SP_TRY(sp_acceptor_step(&ep->listener.acceptor));
-    for (int i = 0; i < ep->config.world_size; i++) {
-        struct sp_shm_peer *p = &ep->peers[i];
-        char cause[300];
-        spccl_status st;
-        if (p->state == SP_SHM_ABSENT || p->state >= SP_SHM_UP)
-            continue;
-        st = connect_peer(ep, p, i);
-        if (st == SPCCL_AGAIN)
-            sp_rank_list_add(&missing, i);
-        if (st == SPCCL_AGAIN || st == SPCCL_OK)
-            continue;
-        snprintf(cause, sizeof cause, "%s", spccl_last_error());
-        return SP_FAIL(st, "rank %d: connecting to rank %d over shm: %s", ep->config.rank, i, cause);
-    }
-    if (missing.n == 0) {
+    spccl_status st = sp_local_step_all(&ep->listener, connect_peer, ep, &missing);
+    if (st == SPCCL_OK)
         sp_acceptor_close(&ep->listener.acceptor); /* all peers have connected */
-        return SPCCL_OK;
-    }
-    if (sp_deadline_passed(ep->config.deadline_ns))
+    if (st == SPCCL_AGAIN && sp_deadline_passed(ep->config.deadline_ns))
         return SP_FAIL(SPCCL_ERR_TIMEOUT, "rank %d: no shm connection with rank %s before the deadline",
                        ep->config.rank, missing.text);
-    return SPCCL_AGAIN;
+    return st;
 }
 
 spccl_status sp_shm_connect_step(sp_endpoint *opaque)
