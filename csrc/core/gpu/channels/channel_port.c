@@ -3,7 +3,6 @@
 
 #include "core/base/clock.h"
 #include "core/base/mem.h"
-#include "core/gpu/gpu_direct.h"
 
 #include <stdio.h>
 
@@ -14,26 +13,18 @@ _Static_assert(SP_PORT_HEAD_BYTES + SP_PORT_CHUNK_BYTES <= QUEUE_BYTES / 4, "the
 
 /* ---- opening ---- */
 
+/* The endpoint reaches the peers whose link has its transport. */
 static spccl_status open_endpoint(sp_port *port, const sp_transport *transport, int64_t deadline_ns)
 {
     const spccl_comm *comm = port->c->g->comm;
-    char gpu[256];
-    sp_endpoint_config ec = {.rank = comm->rank,
-                             .world_size = comm->world_size,
-                             .group_tag = comm->links.group_tag ^
-                                          (UINT64_C(0x53504348414e4e00) + port->c->g->n_channel_sets),
-                             .n_queues = 1,
+    sp_endpoint_config ec = {.group_tag = UINT64_C(0x53504348414e4e00) + port->c->g->n_channel_sets,
                              .queue_bytes = QUEUE_BYTES,
-                             .rates_decide = comm->links.rates_decide,
-                             .gpu = gpu,
                              .deadline_ns = deadline_ns};
-    spccl_status st;
-    sp_gpu_direct_find_folder(port->c->g->ops, port->c->g->device.ordinal, gpu);
-    memcpy(ec.secret, comm->links.secret, sizeof ec.secret);
-    memcpy(ec.host, comm->links.host, sizeof ec.host);
-    st = sp_proxy_thread_add(&port->thread, transport, &ec);
-    explicit_bzero(&ec, sizeof ec);
-    return st;
+    uint64_t peers = 0;
+    for (int p = 0; p < comm->world_size; p++)
+        if (p != comm->rank && comm->links.peers[p].transport == transport)
+            peers |= UINT64_C(1) << p;
+    return sp_proxy_thread_add(&port->thread, transport, peers, &ec);
 }
 
 static void find_words(sp_port *port, int peer)
@@ -64,6 +55,7 @@ spccl_status sp_port_open(spccl_channels *c, const sp_channels_deadlines *d)
                        sizeof *port);
     c->port = port;
     port->c = c;
+    snprintf(port->thread.what, sizeof port->thread.what, "channels to");
     SP_TRY(sp_proxy_thread_open(&port->thread, c->g));
     port->channels = sp_calloc(n != 0 ? n : 1, sizeof *port->channels);
     if (port->channels == NULL)
@@ -71,71 +63,12 @@ spccl_status sp_port_open(spccl_channels *c, const sp_channels_deadlines *d)
     for (int i = 0; i < comm->links.n_endpoints; i++)
         SP_TRY(open_endpoint(port, comm->links.transports[i], d->step_ns));
     for (int p = 0; p < comm->world_size; p++)
-        for (int i = 0; p != comm->rank && i < port->thread.n_endpoints; i++)
-            if (port->thread.endpoints[i].transport == comm->links.peers[p].transport) {
+        for (int i = 0; i < port->thread.n_endpoints; i++)
+            if ((port->thread.endpoints[i].peers >> p & 1) != 0) {
                 port->peers[p].over = &port->thread.endpoints[i];
                 find_words(port, p);
             }
     return SPCCL_OK;
-}
-
-/* ---- connecting ---- */
-
-/* What a rank tells the others of one endpoint. */
-struct address {
-    char transport[24]; /* "": none */
-    uint32_t n_bytes, reserved;
-    uint8_t bytes[SP_ADDRESS_BYTES_MAX];
-};
-
-static spccl_status find_addresses(const sp_port *port, struct address *mine)
-{
-    for (int i = 0; i < port->thread.n_endpoints; i++) {
-        const sp_proxy_endpoint *e = &port->thread.endpoints[i];
-        size_t n = 0;
-        SP_TRY(e->transport->address(e->ep, mine[i].bytes, &n));
-        mine[i].n_bytes = (uint32_t)n;
-        snprintf(mine[i].transport, sizeof mine[i].transport, "%s", e->transport->name);
-    }
-    return SPCCL_OK;
-}
-
-/* its [SP_TRANSPORTS_MAX]: the addresses of this peer. */
-static spccl_status add_peer(const sp_port *port, int peer, const struct address *its)
-{
-    const sp_proxy_endpoint *e = port->peers[peer].over;
-    const sp_transport *t = e->transport;
-    char why[160] = "it has no endpoint of this transport";
-    for (int i = 0; i < SP_TRANSPORTS_MAX; i++)
-        if (strncmp(its[i].transport, t->name, sizeof its[i].transport) == 0 &&
-            its[i].n_bytes <= SP_ADDRESS_BYTES_MAX &&
-            t->can_reach(e->ep, its[i].bytes, its[i].n_bytes, why, sizeof why))
-            return t->add_peer(e->ep, peer, its[i].bytes, its[i].n_bytes);
-    return SP_FAIL(SPCCL_ERR_UNREACHABLE, "rank %d: channels to rank %d over %s: %s", port->c->g->comm->rank,
-                   peer, t->name, why);
-}
-
-/* All ranks exchange the addresses of their endpoints. */
-static spccl_status meet(const sp_port *port, int64_t deadline_ns)
-{
-    spccl_comm *comm = port->c->g->comm;
-    size_t bytes = SP_TRANSPORTS_MAX * sizeof(struct address);
-    struct address *mine = sp_calloc((size_t)comm->world_size + 1, bytes), *all = NULL;
-    spccl_status st =
-        mine == NULL
-            ? SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: addresses of the proxies of a set of channels: %zu bytes",
-                      comm->rank, ((size_t)comm->world_size + 1) * bytes)
-            : find_addresses(port, mine);
-    SP_TRY_TO(out, st, sp_gpu_agree_by(comm, st, deadline_ns));
-    all = mine + SP_TRANSPORTS_MAX;
-    st = sp_comm_all_gather(comm, mine, all, bytes, (sp_time_limit){.deadline_ns = deadline_ns}, NULL);
-    for (int p = 0; st == SPCCL_OK && p < comm->world_size; p++)
-        if (port->peers[p].over != NULL)
-            st = add_peer(port, p, all + (size_t)p * SP_TRANSPORTS_MAX);
-    st = sp_gpu_agree_by(comm, st, deadline_ns);
-out:
-    sp_free(mine);
-    return st;
 }
 
 /* ---- the thread ---- */
@@ -153,7 +86,8 @@ spccl_status sp_port_start(spccl_channels *c, spccl_status opened, const sp_chan
     spccl_status st;
     SP_TRY(sp_gpu_agree_by(comm, opened, d->call_ns));
     thread = &port->thread; /* without an error there is a port */
-    SP_TRY(meet(port, d->call_ns));
+    SP_TRY(
+        sp_gpu_agree_by(comm, sp_proxy_threads_meet(&thread, 1, SP_TRANSPORTS_MAX, d->call_ns), d->call_ns));
     do
         st = sp_gpu_agree_by(comm, sp_proxy_threads_connect(&thread, 1, "the channels", d->step_ns),
                              d->call_ns);

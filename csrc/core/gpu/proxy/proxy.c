@@ -114,32 +114,24 @@ static spccl_status make_peer(sp_proxy *x, uint32_t index, int i, int rank)
 static spccl_status open_endpoint(sp_proxy *x, uint32_t index)
 {
     const sp_proxies *r = x->r;
-    const spccl_comm *comm = r->g->comm;
-    char gpu[256];
-    sp_endpoint_config ec = {.rank = comm->rank,
-                             .world_size = comm->world_size,
-                             .group_tag = comm->links.group_tag ^ (UINT64_C(0x5350525847505573) + index),
-                             .n_queues = 1,
+    sp_endpoint_config ec = {.group_tag = UINT64_C(0x5350525847505573) + index,
                              .queue_bytes = QUEUE_BYTES,
                              /* 0: the transport's default. A thread fills one socket. */
                              .n_sockets = r->n_proxies == 1 ? 0 : 1,
                              .n_sharing = r->n_proxies,
                              .n_puts = sp_gpu_direct_is_on() ? SP_PUTS_MAX : 0,
-                             .rates_decide = comm->links.rates_decide,
-                             .gpu = gpu,
-                             .deadline_ns = sp_deadline_in_ms(comm->timeout_ms)};
-    spccl_status st;
-    sp_gpu_direct_find_folder(r->g->ops, r->g->device.ordinal, gpu);
+                             .deadline_ns = sp_deadline_in_ms(r->g->comm->timeout_ms)};
+    uint64_t peers = 0;
+    for (int i = 0; i < r->n_peers; i++)
+        peers |= UINT64_C(1) << x->peers[i].rank;
     while (ec.queue_bytes / 4 <
            sp_proxies_message_max(r)) /* a transport takes messages of a quarter of a queue */
         ec.queue_bytes *= 2;
-    memcpy(ec.secret, comm->links.secret, sizeof ec.secret);
-    memcpy(ec.host, comm->links.host, sizeof ec.host);
-    st = sp_proxy_thread_add(&x->thread, r->transport, &ec);
-    explicit_bzero(&ec, sizeof ec);
-    SP_TRY(st);
+    snprintf(x->thread.what, sizeof x->thread.what, "proxy %u of", index);
+    SP_TRY(sp_proxy_thread_open(&x->thread, r->g));
+    SP_TRY(sp_proxy_thread_add(&x->thread, r->transport, peers, &ec));
     x->ep = x->thread.endpoints[0].ep;
-    return sp_proxy_thread_open(&x->thread, r->g);
+    return SPCCL_OK;
 }
 
 /* After the memory: a peer knows where its words lie. */
@@ -212,71 +204,23 @@ spccl_status sp_proxies_open(sp_gpu_comm *g)
 
 /* ---- connecting ---- */
 
-/* What a rank tells the others, for each proxy. */
-struct address {
-    int32_t status; /* not SPCCL_OK: the endpoint has no address */
-    uint32_t n_bytes;
-    uint8_t bytes[SP_ADDRESS_BYTES_MAX];
-};
-
-/* all [world_size * n_proxies]. A rank without an address takes part, so that no rank waits for it. */
-static spccl_status swap_addresses(const sp_proxies *r, struct address *all)
+static void list_threads(sp_proxies *r, sp_proxy_thread *threads[SP_PROXIES_MAX])
 {
-    struct address mine[SP_PROXIES_MAX] = {0};
-    spccl_status failed = SPCCL_OK, st;
-    char why[300] = "";
-    for (uint32_t k = 0; k < r->n_proxies; k++) {
-        size_t n = 0;
-        mine[k].status = (int32_t)r->transport->address(r->proxies[k].ep, mine[k].bytes, &n);
-        mine[k].n_bytes = (uint32_t)n;
-        if (mine[k].status != SPCCL_OK && failed == SPCCL_OK) {
-            failed = (spccl_status)mine[k].status;
-            snprintf(why, sizeof why, "%s", spccl_last_error());
-        }
-    }
-    st = spccl_all_gather(r->g->comm, mine, all, r->n_proxies * sizeof *mine, SPCCL_UINT8, NULL);
-    return st != SPCCL_OK || failed == SPCCL_OK ? st : SP_FAIL(failed, "%s", why);
-}
-
-static spccl_status add_peers(const sp_proxies *r, const struct address *all)
-{
-    const sp_transport *t = r->transport;
     for (uint32_t k = 0; k < r->n_proxies; k++)
-        for (int i = 0; i < r->n_peers; i++) {
-            int p = r->proxies[k].peers[i].rank;
-            const struct address *its = &all[(uint32_t)p * r->n_proxies + k];
-            char why[160] = "its endpoint has no address";
-            if (its->status != SPCCL_OK || its->n_bytes > SP_ADDRESS_BYTES_MAX ||
-                !t->can_reach(r->proxies[k].ep, its->bytes, its->n_bytes, why, sizeof why))
-                return SP_FAIL(SPCCL_ERR_UNREACHABLE, "rank %d: proxy %u of rank %d over %s: %s",
-                               r->g->comm->rank, k, p, t->name, why);
-            SP_TRY(t->add_peer(r->proxies[k].ep, p, its->bytes, its->n_bytes));
-        }
-    return SPCCL_OK;
+        threads[k] = &r->proxies[k].thread;
 }
 
 spccl_status sp_proxies_meet(sp_proxies *r)
 {
-    spccl_comm *comm = r->g->comm;
-    struct address *all = sp_calloc((size_t)comm->world_size * r->n_proxies, sizeof *all);
-    spccl_status st = all != NULL ? SPCCL_OK
-                                  : SP_FAIL(SPCCL_ERR_NOMEM,
-                                            "rank %d ran out of memory: addresses of %u proxies of each rank",
-                                            comm->rank, r->n_proxies);
-    SP_TRY_TO(out, st, sp_gpu_agree(comm, st)); /* a rank without memory cannot take part in the exchange */
-    st = swap_addresses(r, all);
-    if (st == SPCCL_OK)
-        st = add_peers(r, all);
-out:
-    sp_free(all);
-    return st;
+    sp_proxy_thread *threads[SP_PROXIES_MAX];
+    list_threads(r, threads);
+    return sp_proxy_threads_meet(threads, r->n_proxies, 1, sp_deadline_in_ms(r->g->comm->timeout_ms));
 }
 
 spccl_status sp_proxies_connect(sp_proxies *r, int64_t deadline_ns)
 {
     sp_proxy_thread *threads[SP_PROXIES_MAX];
-    for (uint32_t k = 0; k < r->n_proxies; k++)
-        threads[k] = &r->proxies[k].thread;
+    list_threads(r, threads);
     return sp_proxy_threads_connect(threads, r->n_proxies, "proxies", deadline_ns);
 }
 

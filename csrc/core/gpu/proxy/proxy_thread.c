@@ -4,7 +4,9 @@
 #include "core/base/clock.h"
 #include "core/base/cores.h"
 #include "core/base/log.h"
+#include "core/base/mem.h"
 #include "core/base/thread.h"
+#include "core/gpu/gpu_direct.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -46,15 +48,101 @@ spccl_status sp_proxy_thread_open(sp_proxy_thread *t, sp_gpu_comm *g)
     return t->wake_fd >= 0 ? SPCCL_OK : SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: eventfd", g->comm->rank);
 }
 
-spccl_status sp_proxy_thread_add(sp_proxy_thread *t, const sp_transport *transport,
+spccl_status sp_proxy_thread_add(sp_proxy_thread *t, const sp_transport *transport, uint64_t peers,
                                  const sp_endpoint_config *config)
 {
+    const spccl_comm *comm = t->g->comm;
     sp_proxy_endpoint *e = &t->endpoints[t->n_endpoints];
+    sp_endpoint_config ec = *config;
+    char gpu[256];
+    spccl_status st;
     e->transport = transport;
-    SP_TRY(transport->open(config, &e->ep));
+    e->peers = peers;
+    ec.rank = comm->rank;
+    ec.world_size = comm->world_size;
+    ec.group_tag ^= comm->links.group_tag;
+    ec.n_queues = 1;
+    ec.rates_decide = comm->links.rates_decide;
+    ec.gpu = gpu;
+    sp_gpu_direct_find_folder(t->g->ops, t->g->device.ordinal, gpu);
+    memcpy(ec.secret, comm->links.secret, sizeof ec.secret);
+    memcpy(ec.host, comm->links.host, sizeof ec.host);
+    st = transport->open(&ec, &e->ep);
+    explicit_bzero(&ec, sizeof ec);
+    SP_TRY(st);
     e->fd = transport->wait_fd(e->ep);
     t->n_endpoints++;
     return SPCCL_OK;
+}
+
+/* ---- connecting ---- */
+
+/* What a rank tells the others of one endpoint. */
+struct address {
+    char transport[24]; /* "": none */
+    uint32_t n_bytes, reserved;
+    uint8_t bytes[SP_ADDRESS_BYTES_MAX];
+};
+
+/* mine [n_addresses] */
+static spccl_status find_addresses(const sp_proxy_thread *t, struct address *mine)
+{
+    for (int i = 0; i < t->n_endpoints; i++) {
+        const sp_proxy_endpoint *e = &t->endpoints[i];
+        size_t n = 0;
+        SP_TRY(e->transport->address(e->ep, mine[i].bytes, &n));
+        mine[i].n_bytes = (uint32_t)n;
+        snprintf(mine[i].transport, sizeof mine[i].transport, "%s", e->transport->name);
+    }
+    return SPCCL_OK;
+}
+
+/* its [n]: the addresses of the same thread of this peer. */
+static spccl_status add_peer(const sp_proxy_thread *thread, const sp_proxy_endpoint *e, int peer,
+                             const struct address *its, uint32_t n)
+{
+    const sp_transport *t = e->transport;
+    char why[160] = "it has no endpoint of this transport";
+    for (uint32_t i = 0; i < n; i++)
+        if (strncmp(its[i].transport, t->name, sizeof its[i].transport) == 0 &&
+            its[i].n_bytes <= SP_ADDRESS_BYTES_MAX &&
+            t->can_reach(e->ep, its[i].bytes, its[i].n_bytes, why, sizeof why))
+            return t->add_peer(e->ep, peer, its[i].bytes, its[i].n_bytes);
+    return SP_FAIL(SPCCL_ERR_UNREACHABLE, "rank %d: %s rank %d over %s: %s", thread->g->comm->rank,
+                   thread->what, peer, t->name, why);
+}
+
+static spccl_status add_peers(const sp_proxy_thread *t, int peer, const struct address *its, uint32_t n)
+{
+    for (int i = 0; i < t->n_endpoints; i++)
+        if ((t->endpoints[i].peers >> peer & 1) != 0)
+            SP_TRY(add_peer(t, &t->endpoints[i], peer, its, n));
+    return SPCCL_OK;
+}
+
+spccl_status sp_proxy_threads_meet(sp_proxy_thread *const *threads, uint32_t n, uint32_t n_addresses,
+                                   int64_t deadline_ns)
+{
+    spccl_comm *comm = threads[0]->g->comm;
+    uint32_t n_mine = n * n_addresses;
+    struct address *mine = sp_calloc(((size_t)comm->world_size + 1) * n_mine, sizeof *mine), *all;
+    spccl_status st = SPCCL_OK;
+    if (mine == NULL)
+        st = SP_FAIL(SPCCL_ERR_NOMEM, "rank %d ran out of memory: %u addresses of proxies of each rank",
+                     comm->rank, n_mine);
+    for (uint32_t k = 0; k < n && st == SPCCL_OK; k++)
+        st = find_addresses(threads[k], mine + (size_t)k * n_addresses);
+    SP_TRY_TO(out, st,
+              sp_gpu_agree_by(comm, st, deadline_ns)); /* a rank that failed has nothing to exchange */
+    all = mine + n_mine;
+    st = sp_comm_all_gather(comm, mine, all, n_mine * sizeof *mine,
+                            (sp_time_limit){.deadline_ns = deadline_ns}, NULL);
+    for (int p = 0; p < comm->world_size; p++)
+        for (uint32_t k = 0; k < n && st == SPCCL_OK; k++)
+            st = add_peers(threads[k], p, all + ((size_t)p * n + k) * n_addresses, n_addresses);
+out:
+    sp_free(mine);
+    return st;
 }
 
 static spccl_status connect_thread(sp_proxy_thread *t)
@@ -239,14 +327,12 @@ static void *run(void *arg)
 
 spccl_status sp_proxy_thread_start(sp_proxy_thread *t)
 {
-    char why[300];
     spccl_status st = sp_thread_start(t->name, run, t, &t->thread);
     t->started = st == SPCCL_OK;
     if (t->started)
         return SPCCL_OK;
-    snprintf(why, sizeof why, "%s", spccl_last_error());
     return SP_FAIL(st, "rank %d, group \"%s\": a proxy cannot start: %s", t->g->comm->rank, t->g->comm->name,
-                   why);
+                   spccl_last_error());
 }
 
 void sp_proxy_thread_wake(sp_proxy_thread *t)

@@ -18,7 +18,8 @@
 typedef struct sp_proxy_endpoint {
     const sp_transport *transport;
     sp_endpoint *ep;
-    int fd; /* its wait_fd */
+    uint64_t peers; /* that it reaches: a bit for each rank */
+    int fd;         /* its wait_fd */
     bool connected;
 } sp_proxy_endpoint;
 
@@ -26,6 +27,7 @@ typedef struct sp_proxy_thread {
     /* set by the owner before start */
     sp_gpu_comm *g;
     const char *name; /* of the thread */
+    char what[24];    /* for texts, before a rank: "channels to" */
     void *ctx;        /* for the two functions */
     /* Do what there is to do, without waiting. *moved = true if anything moved. An error breaks the communicator. */
     spccl_status (*round)(void *ctx, bool *moved);
@@ -49,10 +51,15 @@ uint32_t sp_proxy_ranks_here(const spccl_comm *comm);
 
 /* Make t, zeroed before, ready for the calls below. Errors: SYSTEM. */
 spccl_status sp_proxy_thread_open(sp_proxy_thread *t, sp_gpu_comm *g);
-/* Add an endpoint. It brings its control links and its fallback; which pairs take the fallback is decided as for links, by
+/* Add an endpoint that reaches `peers`. Of config, group_tag tells it from others of the communicator; its n_queues, its gpu
+ * and what the communicator knows are set here. The endpoint brings its control links and its fallback; which pairs take the fallback is decided as for links, by
  * sp_take_fallbacks (boot.h). Errors: those of the transport. */
-spccl_status sp_proxy_thread_add(sp_proxy_thread *t, const sp_transport *transport,
+spccl_status sp_proxy_thread_add(sp_proxy_thread *t, const sp_transport *transport, uint64_t peers,
                                  const sp_endpoint_config *config);
+/* All ranks call it together: exchange the addresses of the endpoints of n threads, at most n_addresses of each, and note
+ * those of the peers. Errors: UNREACHABLE (names the pair), NOMEM, and those of the transports. */
+spccl_status sp_proxy_threads_meet(sp_proxy_thread *const *threads, uint32_t n, uint32_t n_addresses,
+                                   int64_t deadline_ns);
 /* Connect the endpoints of n threads for at most SP_PROXY_CONNECT_NS. what: for the error text. AGAIN: some peers are
  * not connected yet; call it again. Errors: TIMEOUT (deadline_ns has passed), PEER, AUTH, SYSTEM. */
 spccl_status sp_proxy_threads_connect(sp_proxy_thread *const *threads, uint32_t n, const char *what,
