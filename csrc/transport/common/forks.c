@@ -27,7 +27,8 @@ static void in_parent(void)
 static void in_child(void)
 {
     for (sp_fork_guard *g = list; g != NULL; g = g->next)
-        g->in_child(g->owner);
+        if (g->in_child != NULL)
+            g->in_child(g->owner);
     in_parent();
 }
 
@@ -36,32 +37,44 @@ static void install(void)
     install_error = pthread_atfork(prepare, in_parent, in_child);
 }
 
-spccl_status sp_fork_watch(sp_fork_guard *g, void (*child)(void *owner), void *owner)
+spccl_status sp_fork_watch_static(sp_fork_guard *g, void (*child)(void *owner), void *owner)
 {
     pthread_once(&once, install);
     SP_TRY(sp_atfork_status(install_error));
-    g->in_child = child;
-    g->owner = owner;
-    pthread_mutex_init(&g->lock, NULL);
     pthread_mutex_lock(&list_lock);
-    g->next = list;
-    g->at = &list;
-    if (list != NULL)
-        list->at = &g->next;
-    list = g;
+    if (!g->watched) {
+        g->watched = true;
+        g->in_child = child;
+        g->owner = owner;
+        g->next = list;
+        g->at = &list;
+        if (list != NULL)
+            list->at = &g->next;
+        list = g;
+    }
     pthread_mutex_unlock(&list_lock);
     return SPCCL_OK;
 }
 
+spccl_status sp_fork_watch(sp_fork_guard *g, void (*child)(void *owner), void *owner)
+{
+    spccl_status st;
+    pthread_mutex_init(&g->lock, NULL);
+    st = sp_fork_watch_static(g, child, owner);
+    if (st != SPCCL_OK)
+        pthread_mutex_destroy(&g->lock);
+    return st;
+}
+
 void sp_fork_unwatch(sp_fork_guard *g)
 {
-    if (g->in_child == NULL) /* not `at`: other guards' watch and unwatch change it */
+    if (!g->watched)
         return;
     pthread_mutex_lock(&list_lock);
     *g->at = g->next;
     if (g->next != NULL)
         g->next->at = g->at;
     pthread_mutex_unlock(&list_lock);
-    g->in_child = NULL;
+    g->watched = false;
     pthread_mutex_destroy(&g->lock);
 }

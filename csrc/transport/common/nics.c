@@ -19,18 +19,11 @@ static struct {
 } cards[CARDS_MAX];
 /* Its lock guards the table. A fork waits for it, so no caller holds the lock of another guard. */
 static sp_fork_guard guard = {.lock = PTHREAD_MUTEX_INITIALIZER};
-static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 /* A child of fork begins with no card taken. */
 static void forget_cards(void *table)
 {
     memset(table, 0, sizeof cards);
-}
-
-/* It fails only where endpoints cannot be opened either: they watch forks, too. */
-static void watch_forks(void)
-{
-    (void)sp_fork_watch(&guard, forget_cards, cards);
 }
 
 bool sp_nic_is_same(const sp_nic *a, const sp_nic *b)
@@ -93,7 +86,8 @@ bool sp_nic_take(const char *transport, const sp_nic *nic, const char **holder)
 {
     int mine = -1, unused = -1;
     *holder = NULL;
-    pthread_once(&once, watch_forks);
+    (void)sp_fork_watch_static(&guard, forget_cards,
+                               cards); /* it fails only where no endpoint can be opened */
     pthread_mutex_lock(&guard.lock);
     for (int i = 0; i < CARDS_MAX && *holder == NULL; i++) {
         bool is_same = cards[i].n_users != 0 && sp_nic_is_same(&cards[i].nic, nic);

@@ -10,6 +10,7 @@
 #include "core/base/process.h"
 #include "core/base/status.h"
 #include "transport/common/auth.h"
+#include "transport/common/forks.h"
 #include "transport/local/ringlink.h"
 
 #include <pthread.h>
@@ -44,79 +45,56 @@ struct inproc_endpoint {
     struct node **peers; /* [world_size] each is a reference; NULL: not added */
 };
 
-static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_once_t registry_once = PTHREAD_ONCE_INIT;
-static int registry_error; /* of pthread_atfork */
+static sp_fork_guard registry_guard = {.lock = PTHREAD_MUTEX_INITIALIZER};
 static struct node *registry;
 static uint8_t process_id[ID_BYTES]; /* random; a child of fork draws a new one */
 static bool process_id_drawn;
 static uint32_t process_stamp; /* of the process that drew it */
 
-static void fork_prepare(void)
-{
-    pthread_mutex_lock(&registry_lock);
-}
-static void fork_done(void)
-{
-    pthread_mutex_unlock(&registry_lock);
-}
-static void registry_init(void)
-{
-    registry_error = pthread_atfork(fork_prepare, fork_done, fork_done);
-}
-
-/* Call this before the registry is used. Errors: NOMEM. */
-static spccl_status registry_prepare(void)
-{
-    SP_TRY(sp_process_count_forks());
-    pthread_once(&registry_once, registry_init);
-    return sp_atfork_status(registry_error);
-}
-
 static spccl_status process_id_get(uint8_t out[ID_BYTES])
 {
     spccl_status st = SPCCL_OK;
-    pthread_mutex_lock(&registry_lock);
+    pthread_mutex_lock(&registry_guard.lock);
     if (!process_id_drawn || sp_process_forked(process_stamp)) {
         st = sp_random_bytes(process_id, ID_BYTES);
         process_id_drawn = st == SPCCL_OK;
         process_stamp = sp_process_stamp();
     }
     memcpy(out, process_id, ID_BYTES);
-    pthread_mutex_unlock(&registry_lock);
+    pthread_mutex_unlock(&registry_guard.lock);
     return st;
 }
 
 static void registry_add(struct node *n)
 {
-    pthread_mutex_lock(&registry_lock);
+    pthread_mutex_lock(&registry_guard.lock);
     n->next = registry;
     registry = n;
-    pthread_mutex_unlock(&registry_lock);
+    pthread_mutex_unlock(&registry_guard.lock);
 }
 
 static void registry_remove(const struct node *n)
 {
-    pthread_mutex_lock(&registry_lock);
+    pthread_mutex_lock(&registry_guard.lock);
     for (struct node **at = &registry; *at != NULL; at = &(*at)->next)
         if (*at == n) {
             *at = n->next;
             break;
         }
-    pthread_mutex_unlock(&registry_lock);
+    pthread_mutex_unlock(&registry_guard.lock);
 }
 
 /* The endpoint with this id, with a reference for the caller. NULL if there is none. */
 static struct node *registry_find(const uint8_t id[ID_BYTES])
 {
     struct node *n;
-    pthread_mutex_lock(&registry_lock);
+    pthread_mutex_lock(&registry_guard.lock);
     for (n = registry; n != NULL; n = n->next)
         if (memcmp(n->id, id, ID_BYTES) == 0) {
             atomic_fetch_add(&n->n_refs, 1);
             break;
         }
-    pthread_mutex_unlock(&registry_lock);
+    pthread_mutex_unlock(&registry_guard.lock);
     return n;
 }
 
@@ -198,7 +176,8 @@ static spccl_status inproc_open(const sp_endpoint_config *config, sp_endpoint **
     struct inproc_endpoint *ep = sp_calloc(1, sizeof *ep);
     if (ep == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "inproc: an endpoint of %zu bytes", sizeof *ep);
-    SP_TRY_TO(fail, st, registry_prepare());
+    SP_TRY_TO(fail, st, sp_process_count_forks());
+    SP_TRY_TO(fail, st, sp_fork_watch_static(&registry_guard, NULL, NULL));
     SP_TRY_TO(fail, st, node_new(config, &ep->node));
     ep->peers = sp_calloc((size_t)config->world_size, sizeof(struct node *));
     ep->base.links = sp_calloc((size_t)config->world_size, sizeof *ep->base.links);

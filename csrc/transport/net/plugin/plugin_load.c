@@ -42,24 +42,12 @@ static const char *const step_names[] = {"its start", "dlopen",        "init",
 
 /* ---- the lock ---- */
 
-/* A fork waits for it, so no caller holds the lock of another guard. */
+/* A fork waits for it, so no caller holds the lock of another guard. A child refuses the parent's plugins. */
 static sp_fork_guard guard = {.lock = PTHREAD_MUTEX_INITIALIZER};
-static pthread_once_t once = PTHREAD_ONCE_INIT;
-
-static void keep_all(void *owner)
-{
-    (void)owner; /* a child keeps what the lock guards: it refuses the parent's plugins */
-}
-
-/* It fails only where endpoints cannot be opened either: they watch forks, too. */
-static void watch_forks(void)
-{
-    (void)sp_fork_watch(&guard, keep_all, NULL);
-}
 
 void sp_plugin_lock(void)
 {
-    pthread_once(&once, watch_forks);
+    (void)sp_fork_watch_static(&guard, NULL, NULL); /* it fails only where no endpoint can be opened */
     pthread_mutex_lock(&guard.lock);
 }
 
