@@ -99,6 +99,7 @@ static spccl_status open_all(sp_links *links, const sp_boot_config *c, const sp_
     for (size_t i = 0; i < n; i++) {
         sp_endpoint *ep = NULL;
         spccl_status st = list[i]->open(ec, &ep);
+        links->tcp_too = links->tcp_too || list[i] == sp_transport_find("tcp");
         if (st != SPCCL_OK) {
             char reason[512];
             bool no_descriptors = sp_error_is_descriptors();
@@ -121,19 +122,6 @@ static spccl_status open_all(sp_links *links, const sp_boot_config *c, const sp_
     return SPCCL_OK;
 }
 
-/* True if tcp is among the transports. */
-static bool lists_tcp(const sp_boot_config *c)
-{
-    const sp_transport *list[SP_TRANSPORTS_MAX], *tcp = sp_transport_find("tcp");
-    size_t n = 0;
-    bool found = false;
-    if (sp_transport_parse_list(c->transports, list, SP_TRANSPORTS_MAX, &n) != SPCCL_OK)
-        return false;
-    for (size_t i = 0; i < n; i++)
-        found = found || list[i] == tcp;
-    return found;
-}
-
 static spccl_status open_endpoints(sp_links *links, const sp_boot_config *c)
 {
     sp_endpoint_config ec = {.rank = c->rank,
@@ -145,7 +133,6 @@ static spccl_status open_endpoints(sp_links *links, const sp_boot_config *c)
                              .n_sockets = c->n_sockets,
                              .deadline_ns = c->deadline_ns};
     spccl_status st;
-    links->tcp_too = lists_tcp(c);
     links->rates_decide = c->rates_decide;
     memcpy(ec.secret, links->secret, SP_SECRET_BYTES);
     memcpy(ec.host, links->host, SP_HOST_ID_BYTES);
