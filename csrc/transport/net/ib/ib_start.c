@@ -15,8 +15,7 @@
 #include <string.h>
 
 #define MS INT64_C(1000000)
-#define PROBE_NS (60000 * MS) /* most time for the probes */
-#define SLOW_NS (100 * MS)    /* a step that took so long is the last one for now */
+#define SLOW_NS (100 * MS) /* a step that took so long is the last one for now */
 
 static uint32_t all_qps(const struct sp_ib_peer *p)
 {
@@ -102,15 +101,6 @@ static spccl_status probe_qps(struct sp_ib *ep, int peer, uint32_t *usable)
         }
     }
     return SPCCL_OK;
-}
-
-/* Half of the time that is left is for the probes, so that the results come in time. */
-static int64_t probe_deadline(const struct sp_ib *ep)
-{
-    int64_t now_ns = sp_now_ns(), left_ns = PROBE_NS;
-    if (ep->base.config.deadline_ns != SP_NEVER && (ep->base.config.deadline_ns - now_ns) / 2 < left_ns)
-        left_ns = (ep->base.config.deadline_ns - now_ns) / 2;
-    return now_ns + left_ns;
 }
 
 /* Do what the stage asks of this rank, and say what came of it. AGAIN: it takes more time. */
@@ -209,7 +199,7 @@ static void end_stage(struct sp_ib *ep, int peer)
         start_round(ep, peer, usable);
     } else {
         p->stage++;
-        p->probe_deadline_ns = probe_deadline(ep);
+        p->probe_deadline_ns = sp_segments_stage_deadline(&ep->base);
     }
     sp_ib_fail_started(ep, peer);
 }

@@ -17,19 +17,9 @@
 #include <string.h>
 
 #define MS INT64_C(1000000)
-#define STAGE_NS (60000 * MS) /* most time for loading, and for connecting */
 #define LOAD_MARGIN_NS (500 * MS)
 
 static const sp_transport *const tcp = &sp_transport_tcp;
-
-static int64_t half_of_the_rest(const struct sp_plugin_endpoint *ep)
-{
-    int64_t now_ns = sp_now_ns(), left_ns;
-    if (ep->base.config.deadline_ns == SP_NEVER)
-        return now_ns + STAGE_NS;
-    left_ns = (ep->base.config.deadline_ns - now_ns) / 2;
-    return now_ns + (left_ns < STAGE_NS ? left_ns : STAGE_NS);
-}
 
 /* The plugin does not carry this peer. */
 static void give_up(struct sp_plugin_peer *p, const char *why)
@@ -261,7 +251,7 @@ static spccl_status send_results(struct sp_plugin_endpoint *ep)
 spccl_status sp_plugin_prepare(sp_segments *base)
 {
     struct sp_plugin_endpoint *ep = sp_plugin_of(base);
-    ep->load_deadline_ns = half_of_the_rest(ep);
+    ep->load_deadline_ns = sp_segments_stage_deadline(&ep->base);
     return sp_plugin_thread_start(ep);
 }
 
@@ -277,7 +267,7 @@ spccl_status sp_plugin_start_step(sp_segments *base)
     if (st != SPCCL_OK && st != SPCCL_AGAIN)
         return st;
     if (all_connect_info && ep->connect_deadline_ns == 0)
-        ep->connect_deadline_ns = half_of_the_rest(ep);
+        ep->connect_deadline_ns = sp_segments_stage_deadline(&ep->base);
     if (all_connect_info && !ep->results_due)
         decide_results(ep);
     if (ep->results_due)

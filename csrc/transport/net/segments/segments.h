@@ -181,6 +181,8 @@ spccl_status sp_segments_say(sp_segments *s, int peer, const uint8_t *note, size
 /* Get the next note of a peer; it stays until sp_segments_heard. AGAIN: none is here. Errors: PEER. */
 spccl_status sp_segments_hear(sp_segments *s, int peer, const void **note, size_t *bytes);
 spccl_status sp_segments_heard(sp_segments *s, int peer);
+/* When a stage of start-up ends: half of the time that is left, so that notes come in time, but at most 60 s from now. */
+int64_t sp_segments_stage_deadline(const sp_segments *s);
 /* A note is not what it should be: "connect info". Returns FORMAT. */
 spccl_status sp_segments_bad_note(const sp_segments *s, int peer, size_t bytes, const char *what);
 /* Copy a text that ends within `cap` bytes. Bytes that are not printable ASCII become '?': the text goes to logs. False: it

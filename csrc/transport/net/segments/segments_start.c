@@ -6,6 +6,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#define STAGE_NS (60000 * INT64_C(1000000)) /* most time for a stage */
+
 static const sp_transport *const tcp = &sp_transport_tcp;
 
 void sp_segments_note_reason(sp_segments_peer *p, const char *why)
@@ -22,6 +24,14 @@ spccl_status sp_segments_open_rings(sp_segments *s, int peer)
         SP_TRY(sp_segment_ring_open(&p->rx[i], s->config.queue_bytes, (uint32_t)i, true));
     }
     return SPCCL_OK;
+}
+
+int64_t sp_segments_stage_deadline(const sp_segments *s)
+{
+    int64_t now_ns = sp_now_ns(), left_ns = STAGE_NS;
+    if (s->config.deadline_ns != SP_NEVER && (s->config.deadline_ns - now_ns) / 2 < left_ns)
+        left_ns = (s->config.deadline_ns - now_ns) / 2;
+    return now_ns + left_ns;
 }
 
 /* ---- addresses ---- */
