@@ -9,7 +9,6 @@
 #include <net/if.h>
 #include <netinet/in.h>
 #include <string.h>
-#include <unistd.h>
 
 /* The kernel lowers this to somaxconn. Each connection that finds the backlog full is a second late. */
 #define BACKLOG 4096
@@ -150,8 +149,7 @@ static bool listen_everywhere(int *fd)
     if (*fd >= 0 && setsockopt(*fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off) == 0 &&
         bind_and_listen(*fd, &any))
         return true;
-    if (*fd >= 0)
-        close(*fd);
+    sp_sock_close(fd);
     sp_ip_set(&any, AF_INET, &(struct in_addr){htonl(INADDR_ANY)}, 0);
     *fd = open_socket(AF_INET);
     return bind_and_listen(*fd, &any);
@@ -177,8 +175,7 @@ spccl_status sp_ip_listen(const char *who, const char *name, const char *text, s
     if (!listening || getsockname(fd, (struct sockaddr *)&bound.storage, &bound.bytes) != 0) {
         spccl_status st = SP_FAIL_ERRNO(errno == EADDRNOTAVAIL ? SPCCL_ERR_SETTING : SPCCL_ERR_SYSTEM,
                                         "%s: listening on %s (%s)", who, any ? "all addresses" : text, name);
-        if (fd >= 0)
-            close(fd);
+        sp_sock_close(&fd);
         return st;
     }
     sp_ip_get(&bound, raw, &port);

@@ -376,8 +376,7 @@ static void tcp_close(sp_endpoint *opaque)
         close_peer(ep, &ep->peers[i]);
     sp_acceptor_close(&ep->acceptor);
     sp_sock_close(&ep->timer_fd);
-    if (ep->epoll_fd >= 0)
-        close(ep->epoll_fd);
+    sp_sock_close(&ep->epoll_fd);
     explicit_bzero(ep->config.secret, sizeof ep->config.secret);
     sp_free(ep->peers);
     sp_free(ep);

@@ -24,9 +24,7 @@
 
 static void connecting_reset(struct sp_tcp_connecting *d, int64_t wait_ns)
 {
-    if (d->fd >= 0)
-        close(d->fd);
-    d->fd = -1;
+    sp_sock_close(&d->fd);
     d->proving = false;
     d->not_before_ns = sp_now_ns() + wait_ns;
 }

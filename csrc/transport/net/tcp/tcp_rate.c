@@ -25,8 +25,7 @@ static uint32_t rate_of_interface(const char *name)
     request.ifr_data = (char *)&command;
     if (fd >= 0 && ioctl(fd, SIOCETHTOOL, &request) == 0)
         mbps = (uint32_t)command.speed_hi << 16 | command.speed;
-    if (fd >= 0)
-        close(fd);
+    sp_sock_close(&fd);
     /* 16 or 32 bits of ones: the driver does not know */
     return mbps == (uint32_t)SPEED_UNKNOWN || mbps == UINT16_MAX ? 0 : mbps;
 }

@@ -3,12 +3,11 @@
 
 #include "core/base/bits.h"
 #include "core/base/status.h"
+#include "transport/common/sock.h"
 
 #include <errno.h>
 #include <linux/sockios.h>
 #include <sys/ioctl.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 /* Most bytes of one read. They are still in the L2 cache when they are decoded, and one busy peer does not
  * delay the others. */
@@ -26,9 +25,7 @@ spccl_status sp_tcp_socket_open(sp_tcp_socket *s, int fd, size_t buffer_bytes)
 
 void sp_tcp_socket_close(sp_tcp_socket *s)
 {
-    if (s->fd >= 0)
-        close(s->fd);
-    s->fd = -1;
+    sp_sock_close(&s->fd);
     sp_mirror_close(&s->in);
     sp_mirror_close(&s->out);
 }
