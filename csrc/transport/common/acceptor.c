@@ -149,3 +149,18 @@ spccl_status sp_acceptor_step(sp_acceptor *a)
     }
     return SPCCL_OK;
 }
+
+spccl_status sp_acceptor_step_peers(sp_acceptor *a, const sp_acceptor_peers *peers, sp_rank_list *missing)
+{
+    if (a->listen_fd >= 0)
+        SP_TRY(sp_acceptor_step(a));
+    for (int i = 0; i < peers->world_size; i++) {
+        spccl_status st = peers->step(peers->ctx, i);
+        if (st == SPCCL_AGAIN)
+            sp_rank_list_add(missing, i);
+        else if (st != SPCCL_OK)
+            return SP_FAIL(st, "rank %d: %s rank %d%s: %s", a->config.rank, peers->before, i, peers->after,
+                           spccl_last_error());
+    }
+    return missing->n == 0 ? SPCCL_OK : SPCCL_AGAIN;
+}

@@ -4,6 +4,7 @@
 #ifndef SP_ACCEPTOR_H
 #define SP_ACCEPTOR_H
 
+#include "core/base/rank_list.h"
 #include "transport/common/handshake.h"
 
 #define SP_ACCEPTOR_PENDING 64
@@ -37,6 +38,16 @@ spccl_status sp_acceptor_init(sp_acceptor *a, int listen_fd, const sp_acceptor_c
  * connection, for 3 s), what `ready` returned, MISMATCH (`check` refused a proven rank because its settings differ;
  * that rank gets the same text). */
 spccl_status sp_acceptor_step(sp_acceptor *a);
+/* How its owner connects to peers. */
+typedef struct sp_acceptor_peers {
+    int world_size;
+    void *ctx;
+    spccl_status (*step)(void *ctx, int rank); /* continue with one; SPCCL_OK: connected, or not a peer */
+    const char *before, *after;                /* of the peer in error texts: "connecting to", " over shm" */
+} sp_acceptor_peers;
+/* Accept connections, unless the acceptor is closed, and continue with all peers. AGAIN: `missing` lists those that are
+ * not connected. Errors: those of both; they name the peer. */
+spccl_status sp_acceptor_step_peers(sp_acceptor *a, const sp_acceptor_peers *peers, sp_rank_list *missing);
 /* Accepts a zeroed or closed acceptor. */
 void sp_acceptor_close(sp_acceptor *a);
 /* Close the descriptors and free nothing: for a child of fork (forks.h). */

@@ -257,27 +257,7 @@ spccl_status sp_local_exchange(sp_local_listener *l, int rank, const uint8_t id[
     if (!p->sent)
         SP_TRY(sp_local_send(&l->config, p->sock, out->message, out->bytes, out->fds, out->n_fds));
     p->sent = true;
-    return sp_local_receive(&l->config, p->sock, p->message, out->bytes, fds_max, &p->received);
-}
-
-spccl_status sp_local_step_all(sp_local_listener *l, spccl_status (*step)(void *ctx, int rank), void *ctx,
-                               sp_rank_list *missing)
-{
-    const sp_local_config *c = &l->config;
-    if (l->acceptor.listen_fd >= 0)
-        SP_TRY(sp_acceptor_step(&l->acceptor));
-    for (int i = 0; i < c->world_size; i++) {
-        spccl_status st;
-        if (l->peers[i].state == SP_LOCAL_ABSENT || l->peers[i].state == SP_LOCAL_DONE)
-            continue;
-        st = step(ctx, i);
-        if (st == SPCCL_OK)
-            l->peers[i].state = SP_LOCAL_DONE;
-        else if (st == SPCCL_AGAIN)
-            sp_rank_list_add(missing, i);
-        else
-            return SP_FAIL(st, "rank %d: %s rank %d%s: %s", c->rank, c->before, i, c->after,
-                           spccl_last_error());
-    }
-    return missing->n == 0 ? SPCCL_OK : SPCCL_AGAIN;
+    SP_TRY(sp_local_receive(&l->config, p->sock, p->message, out->bytes, fds_max, &p->received));
+    p->state = SP_LOCAL_DONE;
+    return SPCCL_OK;
 }

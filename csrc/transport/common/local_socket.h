@@ -8,7 +8,6 @@
 #ifndef SP_LOCAL_SOCKET_H
 #define SP_LOCAL_SOCKET_H
 
-#include "core/base/rank_list.h"
 #include "transport/common/acceptor.h"
 
 #define SP_LOCAL_FDS_MAX 2 /* descriptors of a message */
@@ -23,7 +22,6 @@ typedef struct sp_local_config {
     uint64_t group_tag;
     uint32_t n_queues; /* both ends must have the same number of queues of the same length; 0: has none */
     uint64_t queue_bytes;
-    const char *before, *after; /* of the peer in error texts: "connecting to", " over shm" */
 } sp_local_config;
 
 /* One connection under way to a higher rank. Starts zeroed. */
@@ -67,11 +65,6 @@ spccl_status sp_local_listen(sp_local_listener *l, const sp_local_config *config
 void sp_local_close(sp_local_listener *l);
 /* Close the descriptors and free nothing: for a child of fork (forks.h). */
 void sp_local_close_descriptors(sp_local_listener *l);
-
-/* Accept connections, and call `step` for each peer that is not done, until it returns SPCCL_OK. AGAIN: `missing` lists
- * those that are not done. */
-spccl_status sp_local_step_all(sp_local_listener *l, spccl_status (*step)(void *ctx, int rank), void *ctx,
-                               sp_rank_list *missing);
 
 /* The message that this rank sends to a peer. */
 typedef struct sp_local_outgoing {

@@ -62,9 +62,7 @@ static spccl_status start_listening(sp_gpu_share *s)
                           .rank = s->config.rank,
                           .world_size = s->config.world_size,
                           .secret = s->config.secret,
-                          .group_tag = s->config.group_tag,
-                          .before = "GPU memory of",
-                          .after = ""};
+                          .group_tag = s->config.group_tag};
     return sp_local_listen(&s->listener, &lc);
 }
 
@@ -147,20 +145,24 @@ static spccl_status map_memory(const sp_gpu_share *s, struct exchange *w, sp_loc
 static spccl_status step_peer(void *ctx, int rank)
 {
     struct exchange *w = ctx;
+    sp_local_peer *p = &w->s->listener.peers[rank];
     sp_local_outgoing out = {
         .message = w->message, .bytes = sizeof w->message, .n_fds = w->fd >= 0 ? 1 : 0, .fds = {w->fd}};
+    if (p->state == SP_LOCAL_ABSENT || p->state == SP_LOCAL_DONE)
+        return SPCCL_OK;
     SP_TRY(sp_local_exchange(&w->s->listener, rank, w->addresses + (size_t)rank * w->stride, &out, 1));
-    return map_memory(w->s, w, &w->s->listener.peers[rank], rank);
+    return map_memory(w->s, w, p, rank);
 }
 
 static spccl_status run_exchange(sp_gpu_share *s, struct exchange *w)
 {
     int64_t asked_ns = sp_now_ns();
+    const sp_acceptor_peers peers = {s->config.world_size, w, step_peer, "GPU memory of", ""};
     for (;;) {
         sp_rank_list missing = {0};
         spccl_status st;
         pthread_mutex_lock(&s->guard.lock);
-        st = sp_local_step_all(&s->listener, step_peer, w, &missing);
+        st = sp_acceptor_step_peers(&s->listener.acceptor, &peers, &missing);
         pthread_mutex_unlock(&s->guard.lock);
         if (st != SPCCL_AGAIN)
             return st;

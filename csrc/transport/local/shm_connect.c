@@ -68,9 +68,7 @@ spccl_status sp_shm_listen(struct sp_shm *ep)
                           .secret = c->secret,
                           .group_tag = c->group_tag,
                           .n_queues = (uint32_t)c->n_queues,
-                          .queue_bytes = c->queue_bytes,
-                          .before = "connecting to",
-                          .after = " over shm"};
+                          .queue_bytes = c->queue_bytes};
     return sp_local_listen(&ep->listener, &lc);
 }
 
@@ -141,15 +139,18 @@ static spccl_status connect_peer(void *ctx, int rank)
 {
     struct sp_shm *ep = ctx;
     struct sp_shm_peer *p = &ep->peers[rank];
+    sp_local_peer *from = &ep->listener.peers[rank];
     uint8_t message[MESSAGE_BYTES] = {0};
     sp_local_outgoing out = {
         .message = message, .bytes = sizeof message, .n_fds = 2, .fds = {p->out_fd, ep->base.wake_fd}};
     sp_store_le32(message, MESSAGE_MAGIC);
     sp_store_le64(message + 8, sp_shm_block_bytes(ep));
+    if (from->state == SP_LOCAL_ABSENT || from->state == SP_LOCAL_DONE)
+        return SPCCL_OK;
     SP_TRY(sp_local_exchange(&ep->listener, rank, p->id, &out, 2));
     sp_sock_close(&p->out_fd); /* the memory stays mapped, and the peer has a descriptor of its own */
-    SP_TRY(map_block(ep, p, &ep->listener.peers[rank]));
-    SP_TRY(sp_shm_watch(ep, ep->listener.peers[rank].sock));
+    SP_TRY(map_block(ep, p, from));
+    SP_TRY(sp_shm_watch(ep, from->sock));
     sp_ring_link_init(&ep->base.links[rank], ep->config.rank, rank, ep->config.n_queues,
                       ep->config.queue_bytes, p->out, p->in, p->wake_fd);
     return SPCCL_OK;
@@ -158,7 +159,8 @@ static spccl_status connect_peer(void *ctx, int rank)
 static spccl_status connect_all(struct sp_shm *ep)
 {
     sp_rank_list missing = {0};
-    spccl_status st = sp_local_step_all(&ep->listener, connect_peer, ep, &missing);
+    const sp_acceptor_peers peers = {ep->config.world_size, ep, connect_peer, "connecting to", " over shm"};
+    spccl_status st = sp_acceptor_step_peers(&ep->listener.acceptor, &peers, &missing);
     if (st == SPCCL_OK)
         sp_acceptor_close(&ep->listener.acceptor); /* all peers have connected */
     if (st == SPCCL_AGAIN && sp_deadline_passed(ep->config.deadline_ns))

@@ -350,9 +350,12 @@ static spccl_status connect_queues(struct sp_tcp *ep, struct sp_tcp_peer *p)
     return SPCCL_OK;
 }
 
-static spccl_status connect_peer(struct sp_tcp *ep, struct sp_tcp_peer *p)
+static spccl_status connect_peer(void *ctx, int peer)
 {
-    int peer = (int)(p - ep->peers);
+    struct sp_tcp *ep = ctx;
+    struct sp_tcp_peer *p = &ep->peers[peer];
+    if (p->state == SP_TCP_ABSENT)
+        return SPCCL_OK;
     if (p->state == SP_TCP_CONNECT_CONTROL)
         SP_TRY(connect_control(ep, p));
     /* The peer may have set up all connections, sent messages and left before this rank has seen them all.
@@ -376,35 +379,21 @@ static spccl_status connect_peer(struct sp_tcp *ep, struct sp_tcp_peer *p)
 
 static spccl_status connect_all(struct sp_tcp *ep)
 {
+    const sp_acceptor_peers peers = {ep->config.world_size, ep, connect_peer, "connecting to", " over tcp"};
     sp_rank_list missing = {0};
     const char *cause = "";
-    if (ep->acceptor.listen_fd >= 0)
-        SP_TRY(sp_acceptor_step(&ep->acceptor));
-    for (int i = 0; i < ep->config.world_size; i++) {
-        struct sp_tcp_peer *p = &ep->peers[i];
-        char text[300];
-        spccl_status st;
-        if (p->state == SP_TCP_ABSENT || p->state == SP_TCP_UP)
-            continue;
-        st = connect_peer(ep, p);
-        if (st == SPCCL_AGAIN) {
-            sp_rank_list_add(&missing, i);
-            cause = cause[0] == '\0' ? p->cause : cause;
-        }
-        if (st == SPCCL_AGAIN || st == SPCCL_OK)
-            continue;
-        snprintf(text, sizeof text, "%s", spccl_last_error());
-        return SP_FAIL(st, "rank %d: connecting to rank %d over tcp: %s", ep->config.rank, i, text);
-    }
-    if (missing.n == 0) {
+    spccl_status st = sp_acceptor_step_peers(&ep->acceptor, &peers, &missing);
+    if (st == SPCCL_OK) {
         sp_acceptor_close(&ep->acceptor); /* all peers have connected */
         sp_tcp_limit_window(ep);
-        return SPCCL_OK;
     }
-    if (sp_deadline_passed(ep->config.deadline_ns))
-        return SP_FAIL(SPCCL_ERR_TIMEOUT, "rank %d: no tcp connection with rank %s before the deadline%s%s",
-                       ep->config.rank, missing.text, cause[0] != '\0' ? "; last try: " : "", cause);
-    return SPCCL_AGAIN;
+    if (st != SPCCL_AGAIN || !sp_deadline_passed(ep->config.deadline_ns))
+        return st;
+    for (int i = 0; i < ep->config.world_size && cause[0] == '\0'; i++)
+        if (ep->peers[i].state != SP_TCP_UP)
+            cause = ep->peers[i].cause;
+    return SP_FAIL(SPCCL_ERR_TIMEOUT, "rank %d: no tcp connection with rank %s before the deadline%s%s",
+                   ep->config.rank, missing.text, cause[0] != '\0' ? "; last try: " : "", cause);
 }
 
 spccl_status sp_tcp_connect_step(sp_endpoint *opaque)
