@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from .bench.cases import COLLECTIVES, OPS
 from .cli_types import GroupedCommand, List, OutFile, Size, Sparsity, need
+from .comm import COLLECTIVES, OPS
 from .frame import DTYPES, FORMATS
 
 _SCHEDULES = ("auto", "direct", "oneshot", "relayed", "ring", "hierarchical")

@@ -10,6 +10,9 @@ from typing import Any
 from . import _ext
 from .frame import dtype_name
 
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+REDUCING = ("reduce_scatter", "all_reduce")
+OPS = ("sum", "avg", "min", "max", "prod")
 _MOST_SECONDS = 1e9  # 31 years: fits int64 as nanoseconds
 
 

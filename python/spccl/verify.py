@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from ._launch import Rank, run_ranks
-from .bench.cases import COLLECTIVES, OPS, REDUCING
-from .comm import Communicator, get_unique_id
+from .comm import COLLECTIVES, OPS, REDUCING, Communicator, get_unique_id
 from .frame import DTYPES, numpy_dtype
 
 SIZES = (0, 1, 33, 4097, 20011)

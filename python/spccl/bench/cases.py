@@ -6,11 +6,9 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
+from ..comm import COLLECTIVES, REDUCING
 from ..frame import ITEM_BYTES as ELEM_BYTES
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
-REDUCING = ("reduce_scatter", "all_reduce")
-OPS = ("sum", "avg", "min", "max", "prod")
 _BATCH_BYTES = 64 << 10  # up to this size calls are timed in batches: clock and barrier take as long as one call
 _BATCH_CALLS = 20
 

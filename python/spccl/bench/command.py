@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from .. import errors
+from .. import comm, errors
 from .._launch import RanksFailed
 from ..cli_types import Fail
 from . import cases, gpu_report, hosts, report, runner, start
@@ -148,7 +148,7 @@ def plan_of(given: Collection[str], o: dict[str, Any]) -> start.BasePlan:
     if "peer" in given and o["peer"] == _PEERS[other]:
         text = f"{o['peer']} needs --device {other}; with --device {device} use {_PEERS[device]} or none"
         raise click.BadParameter(text, param_hint="--peer")
-    if "float8" in o["dtypes"] and set(cases.REDUCING) & set(o["collectives"]):
+    if "float8" in o["dtypes"] and set(comm.REDUCING) & set(o["collectives"]):
         raise click.BadParameter(
             "float8 has no arithmetic, so it cannot be reduced: choose all_gather or broadcast", param_hint="--dtype"
         )

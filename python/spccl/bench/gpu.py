@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..comm import REDUCING
 from ..frame import FORMATS
 from . import gpu_torch
-from .cases import ELEM_BYTES, REDUCING, Case
+from .cases import ELEM_BYTES, Case
 from .gpu_report import GpuRow, Measured, Rates, make_gpu_row
 from .gpu_torch import ROOT, expected_output, input_of, make_clock, same_bits, starter
 from .start import BasePlan

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import frame
-from . import cases
+from .. import comm, frame
 from .cases import Case
 from .gpu_report import LINK_GBS, Rates
 
 ROOT = 0  # of broadcasts
 DTYPES = {name: torch.uint8 if name == "float8" else getattr(torch, name) for name in frame.DTYPES}
-OPS = {name: getattr(dist.ReduceOp, "PRODUCT" if name == "prod" else name.upper()) for name in cases.OPS}
+OPS = {name: getattr(dist.ReduceOp, "PRODUCT" if name == "prod" else name.upper()) for name in comm.OPS}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 26  # elements that are made at a time
 _HEAD_START_CYCLES, _CALL_CYCLES = 300_000, 150_000  # at 2 GHz: longer than the host needs to enqueue
