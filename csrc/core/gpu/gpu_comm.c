@@ -33,6 +33,24 @@ int spccl_cuda_device_count(void)
     return ops != NULL && ops->device_count(&n) == SPCCL_OK ? n : 0;
 }
 
+spccl_status sp_gpu_check_memory(const char *call, const char *what, const void *p, size_t align, int device,
+                                 const char *wanted)
+{
+    char where[32] = "host memory";
+    int ordinal = -1;
+    if (p == NULL || (uintptr_t)p % align != 0)
+        return SP_FAIL(SPCCL_ERR_ARG, "%s: %s is %p, wanted an address aligned to %zu bytes", call, what, p,
+                       align);
+    if (device < 0) /* asking CUDA would start it on the first GPU */
+        return SPCCL_OK;
+    SP_TRY(sp_gpu_ops_here()->device_of(p, &ordinal));
+    if (ordinal == device)
+        return SPCCL_OK;
+    if (ordinal >= 0)
+        snprintf(where, sizeof where, "memory of GPU %d", ordinal);
+    return SP_FAIL(SPCCL_ERR_ARG, "%s: %s (%p) is %s, %s GPU %d", call, what, p, where, wanted, device);
+}
+
 spccl_status sp_gpu_comm_get(spccl_comm *comm, const char *call, sp_gpu_comm **out)
 {
     sp_gpu_comm *g = NULL;

@@ -76,6 +76,11 @@ spccl_status sp_gpu_launch_failed(sp_gpu_comm *g, spccl_status st, const char *w
 /* Is the communicator broken? Then the same status, with a text for a call that starts now. */
 spccl_status sp_gpu_refuse_broken(spccl_comm *comm);
 
+/* Errors unless p, the argument `what` of `call`, is aligned, and memory of GPU `device` (-1: not asked). wanted: what
+ * the text says before that GPU. */
+spccl_status sp_gpu_check_memory(const char *call, const char *what, const void *p, size_t align, int device,
+                                 const char *wanted);
+
 /* The communicator's GPU. Errors: ARG, STATE (no GPU is attached). */
 spccl_status sp_gpu_comm_get(spccl_comm *comm, const char *call, sp_gpu_comm **out);
 

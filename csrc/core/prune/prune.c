@@ -1,6 +1,7 @@
 /* prune.c - spccl_prune: pruning on the host. Takes thresholds from samples, prunes block by block through the
  * kernel table, and bounds what is sent. The rule is in prune_rule.h. */
 #include "core/base/abi.h"
+#include "core/gpu/gpu_comm.h"
 #include "core/prune/prune_plan.h"
 
 #include <float.h>
@@ -40,14 +41,20 @@ spccl_status sp_prune_check_shares(const char *call, double density, double samp
                        "a number above 0 that float32 holds");
 }
 
-spccl_status sp_prune_options_get(const spccl_prune_options *given, spccl_dtype dtype, const char *call,
-                                  spccl_prune_options *o)
+spccl_status sp_prune_options_get(const spccl_prune_plan *plan, const void *grad, bool on_gpu,
+                                  const spccl_prune_options *given, const char *call, spccl_prune_options *o)
 {
+    if (plan == NULL || grad == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "%s: %s is NULL", call, plan == NULL ? "plan" : "grad");
+    if (on_gpu && plan->device < 0)
+        return SP_FAIL(SPCCL_ERR_ARG, "%s: the plan is for host memory: use spccl_prune", call);
+    if (!on_gpu && plan->device >= 0)
+        return SP_FAIL(SPCCL_ERR_ARG, "%s: the plan is for GPU %d: use spccl_cuda_prune", call, plan->device);
     *o = (spccl_prune_options)SPCCL_PRUNE_OPTIONS_INIT;
     SP_TRY(sp_options_copy("spccl_prune_options", given, o, sizeof *o));
     SP_TRY(check_range(call, "residual_bf16", (double)o->residual_bf16, o->residual_bf16 <= 1, "0 or 1"));
     SP_TRY(check_range(call, "residual_bf16", (double)o->residual_bf16,
-                       o->residual_bf16 == 0 || dtype != SPCCL_FLOAT64, "0 with float64 gradients"));
+                       o->residual_bf16 == 0 || plan->dtype != SPCCL_FLOAT64, "0 with float64 gradients"));
     SP_TRY(check_range(call, "momentum", o->momentum, o->momentum >= 0 && o->momentum < 1,
                        "a number in [0, 1)"));
     if (o->norm != NULL) {
@@ -58,7 +65,8 @@ spccl_status sp_prune_options_get(const spccl_prune_options *given, spccl_dtype 
                            call, (void *)o->squares, (unsigned)o->n_squares, (unsigned)o->square);
         SP_TRY(check_range(call, "max_norm", o->max_norm, o->max_norm > 0, "a number above 0"));
     }
-    return sp_prune_check_shares(call, o->density, o->sample, o->leak, o->scale);
+    SP_TRY(sp_prune_check_shares(call, o->density, o->sample, o->leak, o->scale));
+    return sp_gpu_check_memory(call, "grad", grad, sp_dtype_bytes(plan->dtype), plan->device, SP_PLAN_IS_FOR);
 }
 
 /* Residual or velocity from element i of the segment on; NULL stays NULL. */
@@ -364,15 +372,7 @@ void sp_prune_segment_run(const spccl_prune_plan *plan, const spccl_prune_option
 spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spccl_prune_options *options)
 {
     spccl_prune_options o;
-    size_t elem_bytes;
-    if (plan == NULL || grad == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_prune: %s is NULL", plan == NULL ? "plan" : "grad");
-    if (plan->device >= 0)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_prune: the plan is for GPU %d: use spccl_cuda_prune",
-                       plan->device);
-    SP_TRY(sp_prune_options_get(options, plan->dtype, "spccl_prune", &o));
-    elem_bytes = sp_dtype_bytes(plan->dtype);
-    SP_TRY(sp_prune_check_memory("spccl_prune", "grad", grad, elem_bytes, -1));
+    SP_TRY(sp_prune_options_get(plan, grad, false, options, "spccl_prune", &o));
     if (o.norm != NULL)
         o.squares[o.square] = sp_prune_square_now(&o, plan->dtype == SPCCL_FLOAT64);
     for (size_t i = 0; i < plan->n_segments; i++) {
@@ -381,7 +381,7 @@ spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spccl_prune_o
         while (k < plan->n_segments && plan->segments[k].prune.whole != 0)
             k++;
         run_segment(plan, &o, s, k < plan->n_segments ? &plan->segments[k].prune : NULL,
-                    (uint8_t *)grad + s->begin * elem_bytes);
+                    (uint8_t *)grad + s->begin * sp_dtype_bytes(plan->dtype));
     }
     return SPCCL_OK;
 }

@@ -46,25 +46,6 @@ static spccl_status check_ranges(const char *call, const spccl_prune_plan *p)
     return SPCCL_OK;
 }
 
-spccl_status sp_prune_check_memory(const char *call, const char *what, const void *p, size_t align,
-                                   int device)
-{
-    int ordinal = -1;
-    if ((uintptr_t)p % align != 0)
-        return SP_FAIL(SPCCL_ERR_ARG, "%s: %s is %p, wanted an address aligned to %zu bytes", call, what, p,
-                       align);
-    if (device < 0) /* asking CUDA would start it on the first GPU */
-        return SPCCL_OK;
-    SP_TRY(sp_gpu_ops_here()->device_of(p, &ordinal));
-    if (ordinal < 0)
-        return SP_FAIL(SPCCL_ERR_ARG, "%s: %s (%p) is host memory, the plan is for GPU %d", call, what, p,
-                       device);
-    if (ordinal != device)
-        return SP_FAIL(SPCCL_ERR_ARG, "%s: %s (%p) is memory of GPU %d, the plan is for GPU %d", call, what,
-                       p, ordinal, device);
-    return SPCCL_OK;
-}
-
 /* The three pointers of a segment. */
 static spccl_status check_segment(const struct kind *k, const spccl_prune_plan *p, const sp_segment *s)
 {
@@ -87,7 +68,7 @@ static spccl_status check_segment(const struct kind *k, const spccl_prune_plan *
         if (all[i].p == NULL)
             continue;
         snprintf(what, sizeof what, "%s of the segment at element %zu", all[i].name, s->prune.begin);
-        SP_TRY(sp_prune_check_memory(k->call, what, all[i].p, align, p->device));
+        SP_TRY(sp_gpu_check_memory(k->call, what, all[i].p, align, p->device, SP_PLAN_IS_FOR));
     }
     return SPCCL_OK;
 }
@@ -208,30 +189,27 @@ void spccl_weights_plan_destroy(spccl_weights_plan *plan)
 spccl_status sp_prune_gpu_args_get(spccl_prune_plan *plan, void *grad, const spccl_prune_options *options,
                                    const char *call, sp_gpu_prune_args *out)
 {
-    spccl_prune_options *o = &out->options;
-    size_t norm_bytes, elem_bytes;
-    if (plan == NULL || grad == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "%s: %s is NULL", call, plan == NULL ? "plan" : "grad");
-    if (plan->device < 0)
-        return SP_FAIL(SPCCL_ERR_ARG, "%s: the plan is for host memory: use spccl_prune", call);
+    spccl_prune_options o;
+    SP_TRY(sp_prune_options_get(plan, grad, true, options, call, &o));
+    const struct {
+        const char *name;
+        const void *p;
+        size_t align;
+    } all[] = {{"options.factor", o.factor, sizeof(float)},
+               {"options.loss_scale", o.loss_scale, sizeof(float)},
+               {"options.norm", o.norm, state_bytes(plan->dtype)},
+               {"options.squares", o.norm != NULL ? o.squares : NULL, sizeof(double)}};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
+        if (all[i].p != NULL)
+            SP_TRY(
+                sp_gpu_check_memory(call, all[i].name, all[i].p, all[i].align, plan->device, SP_PLAN_IS_FOR));
     *out = (sp_gpu_prune_args){.grad = grad,
                                .dtype = plan->dtype,
                                .table = plan->table,
                                .n_segments = (uint32_t)plan->n_segments,
                                .n_tiles = plan->n_tiles,
-                               .most_elems = plan->most_elems};
-    SP_TRY(sp_prune_options_get(options, plan->dtype, call, o));
-    elem_bytes = sp_dtype_bytes(plan->dtype);
-    norm_bytes = state_bytes(plan->dtype);
-    SP_TRY(sp_prune_check_memory(call, "grad", grad, elem_bytes, plan->device));
-    if (o->factor != NULL)
-        SP_TRY(sp_prune_check_memory(call, "options.factor", o->factor, sizeof(float), plan->device));
-    if (o->loss_scale != NULL)
-        SP_TRY(sp_prune_check_memory(call, "options.loss_scale", o->loss_scale, sizeof(float), plan->device));
-    if (o->norm != NULL) {
-        SP_TRY(sp_prune_check_memory(call, "options.norm", o->norm, norm_bytes, plan->device));
-        SP_TRY(sp_prune_check_memory(call, "options.squares", o->squares, sizeof(double), plan->device));
-    }
+                               .most_elems = plan->most_elems,
+                               .options = o};
     return SPCCL_OK;
 }
 

@@ -34,17 +34,18 @@ struct spccl_weights_plan {
 #define SP_PRUNE_BLOCK_ELEMS 65536u
 _Static_assert(SP_PRUNE_SAMPLES_MAX <= SP_PRUNE_BLOCK_ELEMS, "the scratch holds a sample");
 
-/* Errors unless p, the argument `what` of `call`, is aligned, and memory of GPU `device` (-1: not asked). */
-spccl_status sp_prune_check_memory(const char *call, const char *what, const void *p, size_t align,
-                                   int device);
+/* What texts say before the GPU of a plan. */
+#define SP_PLAN_IS_FOR "the plan is for"
+
 /* Errors unless the options that gradients and weights share are in range. */
 spccl_status sp_prune_check_shares(const char *call, double density, double sample, double leak,
                                    double scale);
-/* Copy and check the caller's options for gradients of `dtype`; NULL = defaults. `call` is for the texts of
- * errors. Errors: ARG. */
-spccl_status sp_prune_options_get(const spccl_prune_options *given, spccl_dtype dtype, const char *call,
+/* Check a call that prunes a gradient with `plan`, and copy its options; NULL = defaults. on_gpu: for which plans it
+ * is. Errors: ARG. */
+spccl_status sp_prune_options_get(const spccl_prune_plan *plan, const void *grad, bool on_gpu,
+                                  const spccl_prune_options *given, const char *call,
                                   spccl_prune_options *out);
-/* Check the arguments of a call that prunes on a GPU. Errors: ARG. */
+/* The same for a call on a GPU, and the arguments of its launch. */
 spccl_status sp_prune_gpu_args_get(spccl_prune_plan *plan, void *grad, const spccl_prune_options *options,
                                    const char *call, sp_gpu_prune_args *out);
 /* Prune one segment on the host. `grad` is that of the segment. */

@@ -9,8 +9,8 @@ static spccl_status check(const spccl_weights_plan *plan, const void *buffer, co
 {
     if (plan == NULL || buffer == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "%s: %s is NULL", call, plan == NULL ? "plan" : "the buffer");
-    return sp_prune_check_memory(call, "the buffer", buffer, sp_dtype_bytes(plan->plan.dtype),
-                                 plan->plan.device);
+    return sp_gpu_check_memory(call, "the buffer", buffer, sp_dtype_bytes(plan->plan.dtype),
+                               plan->plan.device, SP_PLAN_IS_FOR);
 }
 
 static spccl_status get_options(const spccl_weights_options *given, const char *call,

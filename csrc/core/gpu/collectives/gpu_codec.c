@@ -35,32 +35,15 @@ struct gpu_arg {
     bool may_be_null;
 };
 
-static spccl_status check_pointer(const sp_gpu_ops *ops, const char *call, int device,
-                                  const struct gpu_arg *a)
-{
-    int ordinal = -1;
-    if (a->p == NULL && a->may_be_null)
-        return SPCCL_OK;
-    if (a->p == NULL || (uintptr_t)a->p % a->align != 0)
-        return SP_FAIL(SPCCL_ERR_ARG, "%s: %s is %p, wanted an address aligned to %zu bytes", call, a->name,
-                       a->p, a->align);
-    SP_TRY(ops->device_of(a->p, &ordinal));
-    if (ordinal < 0)
-        return SP_FAIL(SPCCL_ERR_ARG, "%s: %s (%p) is host memory, wanted memory of GPU %d", call, a->name,
-                       a->p, device);
-    if (ordinal != device)
-        return SP_FAIL(SPCCL_ERR_ARG, "%s: %s (%p) is memory of GPU %d, the current one is GPU %d", call,
-                       a->name, a->p, ordinal, device);
-    return SPCCL_OK;
-}
-
 static spccl_status check_pointers(const sp_gpu_ops *ops, const char *call, const struct gpu_arg *args,
                                    size_t n)
 {
     int device = -1;
     SP_TRY(ops->current_device(&device));
     for (size_t i = 0; i < n; i++)
-        SP_TRY(check_pointer(ops, call, device, &args[i]));
+        if (args[i].p != NULL || !args[i].may_be_null)
+            SP_TRY(sp_gpu_check_memory(call, args[i].name, args[i].p, args[i].align, device,
+                                       "wanted memory of"));
     return SPCCL_OK;
 }
 

@@ -20,27 +20,17 @@ static const struct {
     [SP_BROADCAST] = {"spccl_cuda_broadcast", SP_FUSED_BROADCAST},
 };
 
-static spccl_status check_device(const sp_gpu_comm *g, int rank, const sp_coll_args *a, const char *name,
-                                 const void *p)
-{
-    int ordinal = -1;
-    SP_TRY(g->ops->device_of(p, &ordinal));
-    if (ordinal == g->device.ordinal)
-        return SPCCL_OK;
-    if (ordinal < 0)
-        return SP_FAIL(SPCCL_ERR_ARG, "rank %d: %s: %s (%p) is host memory, wanted memory of GPU %d", rank,
-                       calls[a->coll].name, name, p, g->device.ordinal);
-    return SP_FAIL(SPCCL_ERR_ARG, "rank %d: %s: %s (%p) is memory of GPU %d, wanted GPU %d", rank,
-                   calls[a->coll].name, name, p, ordinal, g->device.ordinal);
-}
-
 /* Both buffers must be memory of the attached GPU. */
-static spccl_status check_devices(const sp_gpu_comm *g, int rank, const sp_coll_args *a)
+static spccl_status check_devices(const sp_gpu_comm *g, const sp_coll_args *a)
 {
-    if (a->coll == SP_BROADCAST)
-        return check_device(g, rank, a, "buf", a->in);
-    SP_TRY(check_device(g, rank, a, "in", a->in));
-    return check_device(g, rank, a, "out", a->out);
+    static const char wanted[] = "wanted memory of";
+    bool in_place = a->coll == SP_BROADCAST;
+    const char *call = calls[a->coll].name;
+    int gpu = g->device.ordinal;
+    spccl_status st = sp_gpu_check_memory(call, in_place ? "buf" : "in", a->in, 1, gpu, wanted);
+    if (st == SPCCL_OK && !in_place)
+        st = sp_gpu_check_memory(call, "out", a->out, 1, gpu, wanted);
+    return st == SPCCL_OK ? st : SP_FAIL(st, "rank %d: %s", g->comm->rank, spccl_last_error());
 }
 
 static sp_fused_args make_args(sp_gpu_comm *g, const sp_coll_args *a)
@@ -129,7 +119,7 @@ static spccl_status submit(spccl_comm *comm, sp_coll_args *a, void *stream)
     SP_TRY(sp_gpu_refuse_broken(comm));
     if (a->n_elems == 0)
         return SPCCL_OK;
-    SP_TRY(check_devices(g, comm->rank, a));
+    SP_TRY(check_devices(g, a));
     SP_TRY(g->ops->enter(g->device.ordinal, &before));
     pthread_mutex_lock(&g->mu);
     st = launch_locked(g, a, stream, &launching);
