@@ -1,4 +1,4 @@
-/* shm.h - the data of transport shm. shm_connect.c has the start-up, shm.c moves messages. */
+/* shm.h - the data of transport shm. shm_connect.c has the start-up, shm.c the rest; ringlink.c moves messages. */
 #ifndef SP_SHM_H
 #define SP_SHM_H
 
