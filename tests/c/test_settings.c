@@ -195,8 +195,10 @@ static void test_names(void)
 static void test_old_names(void)
 {
     int64_t n = 0;
-    for (int i = SP_ENV_CPU_ISA; i < SP_N_ENV; i++)
+    for (int i = SP_ENV_CPU_ISA; i < SP_N_ENV; i++) { /* the new name would win */
+        unsetenv(sp_env_describe((sp_env_id)i)->name);
         refused(sp_env_describe((sp_env_id)i)->old_name, "loud");
+    }
     setenv("SPCCL_SPIN_US", "30", 1);
     CHECK(sp_env_number(SP_ENV_SPIN_US, &n) == SPCCL_OK && n == 30, "old name: %lld", (long long)n);
     setenv("SPCCL_DEBUG_SPIN_US", "40", 1);
