@@ -33,54 +33,49 @@ _Static_assert(AT_RESERVED + 8 == SP_FRAME_HEADER_BYTES, "header is 64 bytes");
 
 /* ---- layout and sizes ---- */
 
+#define NO_SECTION SIZE_MAX
+
+/* Where index, meta and values of a frame lie: [off, end), and padding up to a multiple of SP_FRAME_ALIGN. A frame
+ * without one of them has 0 there. */
 struct sections {
-    bool has_index, has_meta, has_values;
-    size_t index_bytes, meta_bytes, values_bytes;
+    size_t off[3], end[3], frame_bytes;
 };
 
 static struct sections sections_of(spccl_format format, size_t n_elems, size_t nnz, size_t elem_bytes)
 {
-    struct sections s = {0};
-    size_t n_tiles = sp_ceil_div(n_elems, SP_PICI_TILE_ELEMS);
+    struct sections s = {.frame_bytes = SP_FRAME_HEADER_BYTES};
+    size_t n_tiles = sp_ceil_div(n_elems, SP_PICI_TILE_ELEMS), values_bytes = nnz * elem_bytes;
+    size_t index_bytes = NO_SECTION, meta_bytes = NO_SECTION;
 
-    switch (format) {
-    case SPCCL_FORMAT_EMPTY:
-        return s;
-    case SPCCL_FORMAT_TILE:
-        return (struct sections){
-            true, true, true, sp_ceil_div(n_elems, SP_TILE_ELEMS), nnz, nnz * elem_bytes};
-    case SPCCL_FORMAT_PICI:
-        return (struct sections){
-            true, true, true, n_tiles * 4, n_tiles * SP_PICI_TILE_WORDS * 8, nnz * elem_bytes};
-    case SPCCL_FORMAT_COO:
-        return (struct sections){true, false, true, nnz * 4, 0, nnz * elem_bytes};
-    case SPCCL_FORMAT_DENSE:
-        return (struct sections){false, false, true, 0, 0, n_elems * elem_bytes};
-    case SPCCL_FORMAT_AUTO:
-        break;
-    }
     assert(format != SPCCL_FORMAT_AUTO);
+    if (format == SPCCL_FORMAT_EMPTY) {
+        values_bytes = NO_SECTION;
+    } else if (format == SPCCL_FORMAT_TILE) {
+        index_bytes = sp_ceil_div(n_elems, SP_TILE_ELEMS);
+        meta_bytes = nnz;
+    } else if (format == SPCCL_FORMAT_PICI) {
+        index_bytes = n_tiles * 4;
+        meta_bytes = n_tiles * SP_PICI_TILE_WORDS * 8;
+    } else if (format == SPCCL_FORMAT_COO) {
+        index_bytes = nnz * 4;
+    } else {
+        values_bytes = n_elems * elem_bytes;
+    }
+    const size_t bytes[3] = {index_bytes, meta_bytes, values_bytes};
+    for (int i = 0; i < 3; i++)
+        if (bytes[i] != NO_SECTION) {
+            s.off[i] = s.frame_bytes;
+            s.end[i] = s.off[i] + bytes[i];
+            s.frame_bytes = sp_align_up(s.end[i], SP_FRAME_ALIGN);
+        }
     return s;
-}
-
-/* The offset of a section that starts at *end, or 0 if the frame does not have it. Moves *end past it. */
-static size_t add_section(bool has, size_t bytes, size_t *end)
-{
-    size_t off = has ? *end : 0;
-    *end = sp_align_up(*end + bytes, SP_FRAME_ALIGN);
-    return off;
 }
 
 void sp_frame_layout_of(spccl_format format, size_t n_elems, size_t nnz, size_t elem_bytes,
                         sp_frame_layout *out)
 {
     struct sections s = sections_of(format, n_elems, nnz, elem_bytes);
-    size_t end = SP_FRAME_HEADER_BYTES;
-
-    out->index_off = add_section(s.has_index, s.index_bytes, &end);
-    out->meta_off = add_section(s.has_meta, s.meta_bytes, &end);
-    out->values_off = add_section(s.has_values, s.values_bytes, &end);
-    out->frame_bytes = end;
+    *out = (sp_frame_layout){s.off[0], s.off[1], s.off[2], s.frame_bytes};
 }
 
 size_t sp_frame_bytes(spccl_format format, size_t n_elems, size_t nnz, size_t elem_bytes)
@@ -104,38 +99,11 @@ size_t sp_frame_bound_forced(spccl_format format, size_t n_elems, size_t elem_by
 
 /* ---- writing ---- */
 
-/* The padding after the sections of a frame: at most three ranges [from, to). */
-struct gaps {
-    size_t from[3], to[3];
-    int n;
-};
-
-static void gap_add(struct gaps *g, bool has, size_t off, size_t bytes)
-{
-    if (!has)
-        return;
-    g->from[g->n] = off + bytes;
-    g->to[g->n] = sp_align_up(off + bytes, SP_FRAME_ALIGN);
-    g->n++;
-}
-
-static struct gaps gaps_of(spccl_format format, size_t n_elems, size_t nnz, size_t elem_bytes,
-                           const sp_frame_layout *layout)
-{
-    struct sections s = sections_of(format, n_elems, nnz, elem_bytes);
-    struct gaps g = {.n = 0};
-
-    gap_add(&g, s.has_index, layout->index_off, s.index_bytes);
-    gap_add(&g, s.has_meta, layout->meta_off, s.meta_bytes);
-    gap_add(&g, s.has_values, layout->values_off, s.values_bytes);
-    return g;
-}
-
 void sp_frame_write_header(void *dst, spccl_format format, spccl_dtype dtype, bool is_delta, size_t n_elems,
                            size_t nnz, const sp_frame_layout *layout)
 {
     uint8_t *p = dst;
-    struct gaps g = gaps_of(format, n_elems, nnz, sp_dtype_bytes(dtype), layout);
+    struct sections s = sections_of(format, n_elems, nnz, sp_dtype_bytes(dtype));
 
     sp_store_le32(p + AT_MAGIC, SP_FRAME_MAGIC);
     p[AT_VERSION] = SP_FRAME_VERSION;
@@ -149,8 +117,8 @@ void sp_frame_write_header(void *dst, spccl_format format, spccl_dtype dtype, bo
     sp_store_le64(p + AT_META_OFF, layout->meta_off);
     sp_store_le64(p + AT_VALUES_OFF, layout->values_off);
     sp_store_le64(p + AT_RESERVED, 0);
-    for (int i = 0; i < g.n; i++)
-        memset(p + g.from[i], 0, g.to[i] - g.from[i]);
+    for (int i = 0; i < 3; i++)
+        memset(p + s.end[i], 0, sp_align_up(s.end[i], SP_FRAME_ALIGN) - s.end[i]);
 }
 
 /* ---- checking: header. The comments use the rule numbers of FORMAT.md 4 ---- */
@@ -212,7 +180,7 @@ static spccl_status check_off(const char *field, uint64_t got, size_t wanted)
 static spccl_status check_layout(const uint8_t *p, size_t bytes, const sp_frame *f,
                                  const sp_frame_layout *want)
 {
-    struct gaps g = gaps_of(f->format, f->n_elems, f->nnz, sp_dtype_bytes(f->dtype), want);
+    struct sections s = sections_of(f->format, f->n_elems, f->nnz, sp_dtype_bytes(f->dtype));
 
     SP_TRY(check_off("index_off", sp_load_le64(p + AT_INDEX_OFF), want->index_off));
     SP_TRY(check_off("meta_off", sp_load_le64(p + AT_META_OFF), want->meta_off));
@@ -220,12 +188,10 @@ static spccl_status check_layout(const uint8_t *p, size_t bytes, const sp_frame 
     SP_TRY(check_off("frame_bytes", sp_load_le64(p + AT_FRAME_BYTES), want->frame_bytes));
     if (want->frame_bytes > bytes)
         return REFUSE("cut off: %zu bytes left, wanted frame_bytes %zu", bytes, want->frame_bytes);
-    for (int i = 0; i < g.n; i++) {
-        for (size_t at = g.from[i]; at < g.to[i]; at++) {
+    for (int i = 0; i < 3; i++)
+        for (size_t at = s.end[i]; at % SP_FRAME_ALIGN != 0; at++)
             if (p[at] != 0)
                 return REFUSE("padding byte %zu is 0x%02x, wanted 0", at, p[at]);
-        }
-    }
     return SPCCL_OK;
 }
 
