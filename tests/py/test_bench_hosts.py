@@ -122,9 +122,8 @@ def refuse(*_):
 def test_rate_says_why_it_was_not_measured(monkeypatch, role, host):
     """The exception of either thread reaches the caller at once."""
 
-    def listen(name, listening, port, rates):
-        port.append(1)
-        listening.set()
+    def listen(name, port):
+        port.set_result(1)
 
     monkeypatch.setattr(hosts, "_receive", listen)
     monkeypatch.setattr(hosts, role, refuse)

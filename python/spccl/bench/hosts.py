@@ -16,9 +16,9 @@ import re
 import shutil
 import socket
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 IFNAME = "eth0"
 _BURST_S, _BURST_BYTES_MIN, _BURST_BYTES_MAX = 256 * 1024 / 125e6, 16 << 10, 256 << 10
@@ -189,21 +189,21 @@ def counters() -> Counters:
 # ---- the rate of a link ----
 
 
-def _send_for(name: str, port: int, seconds: float) -> None:
+def _send_for(name: str, port: Future[int], seconds: float) -> None:
+    where = address(1), port.result(10)
     enter(name)
     block = bytes(1 << 18)
-    with socket.create_connection((address(1), port), timeout=seconds + 5) as sock:
+    with socket.create_connection(where, timeout=seconds + 5) as sock:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             sock.sendall(block)
 
 
-def _receive(name: str, listening: threading.Event, port: list[int], rates: list[float]) -> None:
+def _receive(name: str, port: Future[int]) -> float:
     enter(name)
     with socket.create_server((address(1), 0)) as server:
         server.settimeout(10)
-        port.append(server.getsockname()[1])
-        listening.set()
+        port.set_result(server.getsockname()[1])
         sock, _ = server.accept()
         with sock:
             sock.settimeout(10)
@@ -212,40 +212,23 @@ def _receive(name: str, listening: threading.Event, port: list[int], rates: list
             start, n_bytes = time.monotonic(), 0
             while n := sock.recv_into(buffer):
                 n_bytes += n
-            rates.append(n_bytes / (time.monotonic() - start))
-
-
-class _Thread(threading.Thread):
-    """Runs `work(*args)`. Keeps the exception that ends it, and then sets `failed`."""
-
-    def __init__(self, failed: threading.Event, work: Callable[..., None], *args: object):
-        super().__init__(daemon=True)
-        self.error: Exception | None = None
-        self._failed, self._work, self._args = failed, work, args
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._work(*self._args)
-        except Exception as error:
-            self.error = error
-            self._failed.set()
+            return n_bytes / (time.monotonic() - start)
 
 
 def measured_rate(names: list[str], seconds: float = 1.0) -> float:
     """Payload that one TCP connection carries from host 0 to host 1, in bytes per second. Raises: CannotEmulate."""
-    listening, port, rates = threading.Event(), [], []  # type: ignore[var-annotated]
-    threads = {names[1]: _Thread(listening, _receive, names[1], listening, port, rates)}
-    listening.wait(10)
-    if port:
-        threads[names[0]] = _Thread(threading.Event(), _send_for, names[0], port[0], seconds)
-    for name, thread in reversed(threads.items()):  # the sender first: without it the receiver may only time out
-        thread.join(seconds + 20 if port else 1)
-        if thread.error is not None:
-            what = f"measuring the rate of the link from {names[0]} to {names[1]}: host {name}: {thread.error}"
-            raise CannotEmulate(what) from thread.error
-    if not port:
-        raise CannotEmulate(f"host {names[1]} did not listen at {address(1)} within 10 s")
-    if not rates:
-        raise CannotEmulate(f"no bytes arrived from {names[0]} at {names[1]} within {seconds + 20:g} s")
-    return rates[0]
+    port: Future[int] = Future()
+    pool = ThreadPoolExecutor(2)  # threads that are in the hosts' namespaces
+    receiver = pool.submit(_receive, names[1], port)
+    receiver.add_done_callback(lambda _: port.cancel())  # no effect if the receiver has listened
+    sender = pool.submit(_send_for, names[0], port, seconds)
+    pool.shutdown(wait=False)
+    for name, thread in ((names[0], sender), (names[1], receiver)):
+        try:
+            rate = thread.result(seconds + 20)
+        except CancelledError:  # of `port`: the receiver says why
+            continue
+        except Exception as error:
+            what = f"measuring the rate of the link from {names[0]} to {names[1]}: host {name}: {error!r}"
+            raise CannotEmulate(what) from error
+    return rate
