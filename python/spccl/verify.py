@@ -155,12 +155,26 @@ def inputs_of(case: Case, index: int, world_size: int) -> list[Array]:
     return [make_input([index, rank], n_elems, case.dtype, case.sparsity, reduces) for rank in range(world_size)]
 
 
+def expected(case: Any, inputs: list[Array], rank: int, root: int) -> Array:
+    """The output that rank `rank` must get. case: of this file or of bench/cases.py."""
+    if case.collective == "all_gather":
+        return np.concatenate(inputs)
+    if case.collective == "broadcast":
+        return inputs[root]
+    block = slice(None)
+    if case.collective == "reduce_scatter":
+        n = len(inputs[rank]) // len(inputs)
+        block = slice(rank * n, (rank + 1) * n)
+    return reduced([x[block] for x in inputs], case.dtype, case.op)
+
+
 def _start(
     comm: Communicator, case: Case, index: int, inputs: list[Array]
 ) -> tuple[Any, Array, Array, Array]:
     """Start the case: (request, buffer with the answer, expected answer, input or None if overwritten)."""
     rank, world, n = comm.rank, comm.world_size, case.n_elems
-    mine = inputs[rank].copy()
+    mine, root = inputs[rank].copy(), index % world
+    wanted = expected(case, inputs, rank, root)
     kwargs: dict[str, Any] = {"dtype": case.dtype, "async_op": True}
     junk = np.frombuffer(b"\xa5" * 8, mine.dtype)[0]  # shows elements that the collective does not write
     if case.collective == "all_gather":
@@ -168,20 +182,18 @@ def _start(
         block = out[rank * n : (rank + 1) * n]
         block[:] = mine if case.in_place else junk
         request = comm.all_gather(block if case.in_place else mine, out, **kwargs)
-        return request, out, np.concatenate(inputs), mine
+        return request, out, wanted, mine
     if case.collective == "broadcast":
-        root = index % world
         out = mine if rank == root else np.full(n, junk)
-        return comm.broadcast(out, root, **kwargs), out, inputs[root], None
+        return comm.broadcast(out, root, **kwargs), out, wanted, None
     if case.collective == "all_reduce":
         out = mine if case.in_place else np.full(n, junk)
         request = comm.all_reduce(mine, None if case.in_place else out, case.op, **kwargs)
-        return request, out, reduced(inputs, case.dtype, case.op), None if case.in_place else mine
+        return request, out, wanted, None if case.in_place else mine
     own = slice(rank * n, (rank + 1) * n)
     out = mine[own] if case.in_place else np.full(n, junk)
     request = comm.reduce_scatter(mine, out, case.op, **kwargs)
-    expected = reduced([x[own] for x in inputs], case.dtype, case.op)
-    return request, out, expected, None if case.in_place else mine
+    return request, out, wanted, None if case.in_place else mine
 
 
 def difference(got: Array, wanted: Array) -> str | None:

@@ -137,19 +137,11 @@ def test_format_mix():
 
 def row(**changes):
     case = cases.Case("all_reduce", 1 << 20, "float32", "sum", 0.99)
+    times = {"spccl": np.array([1e-3, 2e-3, 3e-3]), "gloo": np.array([4e-3, 8e-3, 12e-3])}
     made = report.make_row(
-        case,
-        via="native",
-        world_size=2,
-        ours_s=np.array([1e-3, 2e-3, 3e-3]),
-        peer="gloo",
-        peer_s=np.array([4e-3, 8e-3, 12e-3]),
-        wrong=0,
-        peer_wrong=0,
-        wire_bytes=1000.4,
-        dense_bytes=2e6,
-        frames={"tile": 5},
-    )
+        case, report.Measured(times, {"spccl": 0, "gloo": 0}, 1000.4, {"tile": 5}, {}),
+        via="native", world_size=2, peer="gloo", dense_bytes=2e6,
+    )  # fmt: skip
     return report.Row(**(vars(made) | changes))
 
 

@@ -48,7 +48,7 @@ def test_bytes_that_memory_and_links_must_move():
 
 
 def measured(**times):
-    return gpu_report.Measured(
+    return report.Measured(
         times={name: np.array(t) for name, t in times.items()},
         wrong=dict.fromkeys(times, 0),
         wire_bytes=1000.0,

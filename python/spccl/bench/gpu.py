@@ -21,8 +21,9 @@ from ..comm import REDUCING
 from ..frame import FORMATS
 from . import gpu_torch
 from .cases import ELEM_BYTES, Case
-from .gpu_report import GpuRow, Measured, Rates, make_gpu_row
+from .gpu_report import GpuRow, Rates, make_gpu_row
 from .gpu_torch import ROOT, expected_output, input_of, make_clock, same_bits, starter
+from .report import Measured
 from .start import BasePlan
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .cases import ELEM_BYTES, Case
-from .report import Column, Row, make_row, percentiles_us, times, wrong_elems
+from .report import Column, Measured, Row, make_row, percentiles_us, times, wrong_elems
 
 # Rate at which one GPU sends while all GPUs write to all others: 4 H200 with 18 links each and NVSwitch.
 LINK_GBS = 357.0
@@ -111,24 +111,6 @@ class CodecRow:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """The measurements of one case.
-
-    times: by system, [iters] seconds per call of the slowest rank; one system is "spccl".
-    wrong: by system, wrong elements of all ranks.
-    wire_bytes: bytes that spccl sent per call, mean over the ranks.
-    frames: by format, 1000 times the frames that all ranks sent per call.
-    host: by system, seconds for which one call occupies the calling thread.
-    """
-
-    times: dict[str, np.ndarray]
-    wrong: dict[str, int]
-    wire_bytes: float
-    frames: dict[str, int]
-    host: dict[str, float]
-
-
 def hbm_bytes(case: Case, world_size: int, in_place: bool) -> tuple[int, int]:
     """Bytes that one GPU (reads, writes) if every input byte is read once and every output byte written once."""
     block = case.block_elems(world_size) * ELEM_BYTES[case.dtype]
@@ -161,19 +143,8 @@ def make_gpu_row(
     """Make a row. Its peer is the one with the smaller median, or "none"."""
     medians = {name: float(np.median(m.times[name])) for name in PEERS if name in m.times}
     peer = min(medians, key=lambda name: medians[name]) if medians else "none"
-    base = make_row(
-        case,
-        via="torch",
-        world_size=world_size,
-        ours_s=m.times["spccl"],
-        peer=peer,
-        peer_s=m.times.get(peer),
-        wrong=m.wrong["spccl"],
-        peer_wrong=sum(m.wrong[name] for name in medians) if medians else None,
-        wire_bytes=m.wire_bytes,
-        dense_bytes=dense_bytes_sent(case, world_size),
-        frames=m.frames,
-    )
+    dense = dense_bytes_sent(case, world_size)
+    base = make_row(case, m, via="torch", world_size=world_size, peer=peer, dense_bytes=dense)
     read, written = hbm_bytes(case, world_size, in_place)
     floor = None if rates is None else 1e6 * floor_s(read, written, m.wire_bytes, rates)
 

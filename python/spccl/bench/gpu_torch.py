@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import comm, frame
+from .. import comm, frame, verify
 from .cases import Case
 from .gpu_report import LINK_GBS, Rates
 
@@ -73,19 +73,24 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> int:
     return int((a.view(bits) == b.view(bits)).sum())
 
 
-def starter(case: Case, group: Any, source: torch.Tensor, target: torch.Tensor) -> Callable[[], Any]:
-    """A function that calls the case's collective once. All-reduce and broadcast use `target` alone."""
-    op = OPS.get(case.op)
+def starter(
+    case: Case | verify.Case, group: Any, source: torch.Tensor, target: torch.Tensor, root: int = ROOT, **how: Any
+) -> Callable[[], Any]:
+    """A function that calls the case's collective once. All-reduce and broadcast use `target` alone.
+
+    how: more arguments of the call.
+    """
+    op, how = OPS.get(case.op), {"group": group, **how}
     if case.collective == "all_gather":
         # torch 2.13 renamed these two and warns of the old names.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return lambda: gather(target, source, group=group)
+        return lambda: gather(target, source, **how)
     if case.collective == "reduce_scatter":
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return lambda: scatter(target, source, op, group=group)
+        return lambda: scatter(target, source, op, **how)
     if case.collective == "all_reduce":
-        return lambda: dist.all_reduce(target, op, group=group)
-    return lambda: dist.broadcast(target, ROOT, group=group)
+        return lambda: dist.all_reduce(target, op, **how)
+    return lambda: dist.broadcast(target, root, **how)
 
 
 # ---- time ----

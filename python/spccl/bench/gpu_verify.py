@@ -49,28 +49,21 @@ def start(
     mine, n = inputs[rank], case.n_elems
     x = _tensor(mine, case.dtype, device)
     own = slice(rank * n, (rank + 1) * n)
+    root = index % len(inputs)
     source: torch.Tensor | None = x
-    op = gpu_torch.OPS.get(case.op)
     if case.collective == "all_gather":
-        out, wanted = _poisoned(len(inputs) * n, case.dtype, device), np.concatenate(inputs)
+        out = _poisoned(len(inputs) * n, case.dtype, device)
         if case.in_place:
             out[own].copy_(x)
             x, source = out[own], None
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work = gather(out, x, group=group, async_op=True)
     elif case.collective == "reduce_scatter":
         out = x[own] if case.in_place else _poisoned(n, case.dtype, device)
         source = None if case.in_place else x
-        wanted = verify.reduced([one[own] for one in inputs], case.dtype, case.op)
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        work = scatter(out, x, op, group=group, async_op=True)
-    elif case.collective == "all_reduce":
-        out, source, wanted = x, None, verify.reduced(inputs, case.dtype, case.op)
-        work = dist.all_reduce(out, op, group=group, async_op=True)
     else:
-        root = index % len(inputs)
-        out, source, wanted = x if rank == root else _poisoned(n, case.dtype, device), None, inputs[root]
-        work = dist.broadcast(out, root, group=group, async_op=True)
+        is_input = case.collective == "all_reduce" or rank == root
+        out, source = x if is_input else _poisoned(n, case.dtype, device), None
+    wanted = verify.expected(case, inputs, rank, root)
+    work = gpu_torch.starter(case, group, x, out, root, async_op=True)()
     return lambda: _problem(work, out, wanted, source, mine)
 
 

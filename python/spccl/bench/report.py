@@ -194,21 +194,28 @@ def percentiles_us(seconds: Any) -> dict[str, float]:
     return {"time_us": median, "time_p10_us": p10, "time_p90_us": p90}
 
 
-def make_row(
-    case: Case,
-    *,
-    via: str,
-    world_size: int,
-    ours_s: np.ndarray,
-    peer: str,
-    peer_s: np.ndarray | None,
-    wrong: int,
-    peer_wrong: int | None,
-    wire_bytes: float,
-    dense_bytes: float,
-    frames: dict[str, int],
-) -> Row:
-    """Make a row. ours_s, peer_s: [iters] seconds per call of the slowest rank; entries of equal index are a pair."""
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The measurements of one case.
+
+    times: by system, [iters] seconds per call of the slowest rank; one system is "spccl".
+    wrong: by system, wrong elements of all ranks.
+    wire_bytes: bytes that spccl sent per call, mean over the ranks.
+    frames: by format, frames that all ranks sent, or a multiple.
+    host: by system, seconds for which one call occupies the calling thread.
+    """
+
+    times: dict[str, np.ndarray]
+    wrong: dict[str, int]
+    wire_bytes: float
+    frames: dict[str, int]
+    host: dict[str, float]
+
+
+def make_row(case: Case, m: Measured, *, via: str, world_size: int, peer: str, dense_bytes: float) -> Row:
+    """Make a row. peer: the system in `m` to compare with, or "none". Times of equal index are a pair."""
+    ours_s, peer_s = m.times["spccl"], m.times.get(peer)
+    others = [n for name, n in m.wrong.items() if name != "spccl"]
     block = case.block_elems(world_size)
     size = block * case.n_blocks(world_size) * ELEM_BYTES[case.dtype]
     ratios: dict[str, float | None] = dict.fromkeys(("ratio", "ratio_p10", "ratio_p90"))
@@ -228,14 +235,14 @@ def make_row(
         ranks=world_size,
         size_bytes=size,
         count=block,
-        format_mix=format_mix(frames),
-        wire_bytes=round(wire_bytes),
+        format_mix=format_mix(m.frames),
+        wire_bytes=round(m.wire_bytes),
         dense_bytes=round(dense_bytes),
         algbw_gbs=algbw,
         busbw_gbs=algbw * bus_factor(case.collective, world_size),
         peer=peer,
-        wrong=wrong,
-        peer_wrong=peer_wrong,
+        wrong=m.wrong["spccl"],
+        peer_wrong=sum(others) if others else None,
         iters=len(ours_s),
         calls_per_iter=case.calls(),
         schedule=os.environ.get("SPCCL_SCHEDULE") or "auto",

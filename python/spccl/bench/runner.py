@@ -19,11 +19,11 @@ import numpy as np
 
 from .. import verify
 from .._launch import Rank
-from ..comm import Communicator, Stats, get_unique_id
-from ..frame import numpy_dtype
+from ..comm import Communicator, get_unique_id
+from ..frame import FORMATS, numpy_dtype
 from . import hosts
 from .cases import Case
-from .report import HostRow, Row, make_row
+from .report import HostRow, Measured, Row, make_row
 from .start import BasePlan
 
 ROOT = 0  # of broadcasts
@@ -86,8 +86,10 @@ class Native:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
 
-    def stats(self) -> Stats:
-        return self._comm.stats()
+    def sent(self) -> np.ndarray:
+        """[2 + formats]: bytes sent so far, their bytes if they were dense, frames by format."""
+        s = self._comm.stats()
+        return np.array([s.wire_bytes_sent, s.dense_bytes_sent, *(s.n_frames_sent[name] for name in FORMATS)])
 
     def prepare(self, case: Case, source: Any, target: Any, async_op: bool = False) -> Callable[[], Any]:
         comm = self._comm
@@ -107,18 +109,11 @@ class Torch:
     def __init__(self, group: Any) -> None:
         self._group = group
 
-    def stats(self) -> Stats:
+    def sent(self) -> np.ndarray:
         from .. import backend
 
         s = backend.stats(self._group)
-        return Stats(
-            s.n_collectives,
-            s.dense_bytes_sent,
-            s.wire_bytes_sent,
-            s.wire_bytes_received,
-            s.buffer_bytes,
-            s.frames_sent,
-        )
+        return np.array([s.wire_bytes_sent, s.dense_bytes_sent, *(s.frames_sent[name] for name in FORMATS)])
 
     def prepare(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
         import torch
@@ -146,19 +141,6 @@ def _base(case: Case, n_elems: int) -> np.ndarray:
 def _input(base: np.ndarray, rank: int) -> np.ndarray:
     """Rank `rank`'s input: `base`, shifted by another distance on each rank, so that the nonzeros differ."""
     return np.roll(base, 7919 * rank)
-
-
-def _expected(case: Case, base: np.ndarray, rank: int, world_size: int) -> np.ndarray:
-    if case.collective == "all_gather":
-        return np.concatenate([_input(base, r) for r in range(world_size)])
-    if case.collective == "broadcast":
-        return _input(base, ROOT)
-    block = slice(None)
-    if case.collective == "reduce_scatter":
-        n = case.block_elems(world_size)
-        block = slice(rank * n, (rank + 1) * n)
-    inputs = [_input(base, r)[block].copy() for r in range(world_size)]
-    return verify.reduced(inputs, case.dtype, case.op)
 
 
 # ---- one case ----
@@ -190,22 +172,22 @@ class _Bench:
         systems: list[Native | Torch] = [ours] if peer is None else [ours, peer]
         calls = [[system.prepare(case, source, target) for target in targets] for system in systems]
 
-        expected = _expected(case, base, self.rank, self.world_size)
+        expected = verify.expected(case, [_input(base, r) for r in range(self.world_size)], self.rank, ROOT)
         wrong = [self._wrong(case, source, targets[0], one[0], expected) for one in calls]
         del expected
         times = [np.empty(self.plan.iters) for _ in systems]
         network = np.zeros((len(systems), 3))
-        before = ours.stats()
+        before = ours.sent()
         for i in range(-self.plan.warmup, self.plan.iters):
             if i == 0:
-                before = ours.stats()
+                before = ours.sent()
             # The order alternates, because data that one system leaves in the caches helps the next.
             for s in range(len(systems)) if i % 2 == 0 else reversed(range(len(systems))):
                 elapsed, used = self._counted(case, source, targets, calls[s])
                 if i >= 0:
                     times[s][i] = elapsed / len(targets)
                     network[s] += used
-        row = self._row(case, times, wrong, ours.stats().since(before), peer is not None)
+        row = self._row(case, times, wrong, ours.sent() - before)
         if not self.plan.n_hosts:
             return row
         row = self._with_network(row, network)
@@ -313,32 +295,21 @@ class _Bench:
         call()
         return int(np.count_nonzero(target != expected))
 
-    def _row(self, case: Case, times: list[np.ndarray], wrong: list[int], stats: Stats, has_peer: bool) -> Row:
+    def _row(self, case: Case, times: list[np.ndarray], wrong: list[int], sent: np.ndarray) -> Row:
+        names = ["spccl", self.plan.peer][: len(times)]
         slowest = [self.gather(one).max(axis=0) for one in times]
-        n_calls = self.plan.iters * case.calls()
-        names = list(stats.n_frames_sent)
-        counts = [float(stats.n_frames_sent[name]) for name in names]
-        mine = [
-            stats.wire_bytes_sent / n_calls,
-            stats.dense_bytes_sent / n_calls,
-            *map(float, wrong),
-            *counts,
-        ]
-        everyone = self.gather(np.array(mine))
-        total = everyone.sum(axis=0)
-        return make_row(
-            case,
-            via=self.plan.via,
-            world_size=self.world_size,
-            ours_s=slowest[0],
-            peer=self.plan.peer,
-            peer_s=slowest[1] if has_peer else None,
-            wrong=int(total[2]),
-            peer_wrong=int(total[3]) if has_peer else None,
-            wire_bytes=total[0] / self.world_size,
-            dense_bytes=total[1] / self.world_size,
-            frames={name: int(n) for name, n in zip(names, total[2 + len(wrong) :], strict=True)},
+        total = self.gather(np.array([*wrong, *sent])).sum(axis=0)
+        wire, dense, *frames = total[len(wrong) :]
+        per_call = 1 / (self.plan.iters * case.calls() * self.world_size)
+        measured = Measured(
+            times=dict(zip(names, slowest, strict=True)),
+            wrong={name: int(n) for name, n in zip(names, total, strict=False)},
+            wire_bytes=wire * per_call,
+            frames={name: int(n) for name, n in zip(FORMATS, frames, strict=True)},
+            host={},
         )
+        how: dict[str, Any] = {"via": self.plan.via, "world_size": self.world_size, "peer": self.plan.peer}
+        return make_row(case, measured, dense_bytes=dense * per_call, **how)
 
 
 # ---- groups ----
