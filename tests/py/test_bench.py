@@ -193,7 +193,7 @@ def test_plot(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "int64", "uint8"])
-@pytest.mark.parametrize("op", cases.OPS)
+@pytest.mark.parametrize("op", verify.OPS)
 def test_reference_against_plain_loops(dtype, op):
     """Compares verify.reduced with a loop over the elements, in Python's own numbers where they are exact."""
     inputs = [verify.make_input([7, r], 200, dtype, 0.3, True) for r in range(3)]
