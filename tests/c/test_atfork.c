@@ -123,7 +123,7 @@ static void test_tcp(void)
 }
 static void test_gpu(void)
 {
-    each_fails(make_gpu, 4);
+    each_fails(make_gpu, 3);
 }
 static void test_unique_id(void)
 {
