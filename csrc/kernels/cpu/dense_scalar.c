@@ -3,11 +3,17 @@
 #include "kernels/cpu/elem.h"
 #include "kernels/cpu/kernels.h"
 
+/* glibc copies 2 KiB and more with `rep movsb`. On an AMD EPYC that takes 16 times as long if dst lies 16 bytes behind
+ * src, modulo the page size (128 KiB: 43 us in place of 2.7). In pieces of 1 KiB it takes 9 us. Arrays of malloc and
+ * the executor's buffers can lie like that. */
+#define PIECE_BYTES ((size_t)1024)
 void sp_copy_scalar(void *dst, const void *src, size_t bytes, bool non_temporal)
 {
+    size_t behind = ((uintptr_t)dst - (uintptr_t)src) % 4096;
+    size_t piece = behind > 0 && behind < 64 ? PIECE_BYTES : bytes;
     (void)non_temporal; /* memcpy decides */
-    if (bytes != 0)
-        memcpy(dst, src, bytes);
+    for (size_t i = 0; i < bytes; i += piece)
+        memcpy((uint8_t *)dst + i, (const uint8_t *)src + i, sp_min_size(piece, bytes - i));
 }
 void sp_zero_scalar(void *dst, size_t bytes, bool non_temporal)
 {
