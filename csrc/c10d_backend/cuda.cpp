@@ -198,8 +198,8 @@ c10::intrusive_ptr<c10d::Work> CudaSide::in_order(const Launch &launch, bool asy
     host_wait = host_wait || settings_.blocking_wait;
     if (async) {
         auto work = c10::make_intrusive<CudaWork>(comm_, order_, launch, sequence, host_wait, route());
-        const CollectiveOrder::Turn turn = order_->run(true, enqueue);
-        work->enqueued(turn.stream, turn.end);
+        const CollectiveOrder::Entry entry = order_->run(true, enqueue);
+        work->enqueued(entry.stream, entry.end);
         return work;
     }
     const CallRecord record(launch.title, launch.inputs);
@@ -216,9 +216,9 @@ c10::intrusive_ptr<c10d::Work> CudaSide::start(const Launch &launch, bool async,
     const bool by_nccl = route() == CudaRoute::nccl;
     if (by_nccl)
         comm_->check_usable(launch.op.name);
-    return in_order(launch, async, sequence, false, [&](CollectiveOrder::Turn &turn) {
+    return in_order(launch, async, sequence, false, [&](CollectiveOrder::Entry &entry) {
         if (!by_nccl)
-            return call_spccl(launch, turn);
+            return call_spccl(launch, entry);
         if (auto inner = call_nccl(launch))
             inner->synchronize();
         run_copy_out(launch);
@@ -240,13 +240,13 @@ spccl_status CudaSide::apply_limit(spccl_comm *raw)
 /* Launch one of the four collectives of spccl, and give the communicator the event after it. Both happen
  * inside issue(), so that no other thread can close the communicator in between. Closing waits for that
  * event, and then frees memory that the kernel uses. */
-void CudaSide::call_spccl(const Launch &launch, CollectiveOrder::Turn &turn)
+void CudaSide::call_spccl(const Launch &launch, CollectiveOrder::Entry &entry)
 {
     comm_->issue(launch.op, launch.timeout, [&](spccl_comm *raw) {
         std::exception_ptr failed;
         spccl_status status = apply_limit(raw);
         if (status == SPCCL_OK)
-            status = call_cuda(launch, raw, turn.handle);
+            status = call_cuda(launch, raw, entry.handle);
         if (status != SPCCL_OK)
             return status;
         try {
@@ -254,9 +254,9 @@ void CudaSide::call_spccl(const Launch &launch, CollectiveOrder::Turn &turn)
         } catch (...) {
             failed = std::current_exception();
         }
-        turn.close();
-        if (!turn.captured)
-            status = comm_->set_end_event(turn.end, turn.end->eventId());
+        entry.close();
+        if (!entry.captured)
+            status = comm_->set_end_event(entry.end, entry.end->eventId());
         if (failed)
             std::rethrow_exception(failed);
         return status;
@@ -268,7 +268,7 @@ CudaSide::hand_over(const Launch &launch, bool async, uint64_t sequence,
                     c10::function_ref<c10::intrusive_ptr<c10d::Work>(c10d::Backend &)> call)
 {
     c10d::Backend &backend = nccl(launch.op.name);
-    return in_order(launch, async, sequence, false, [&](CollectiveOrder::Turn &) {
+    return in_order(launch, async, sequence, false, [&](CollectiveOrder::Entry &) {
         if (auto inner = call(backend))
             inner->synchronize(); /* not wait(), which may block the host */
     });
@@ -354,7 +354,7 @@ c10::intrusive_ptr<c10d::Work> CudaSide::barrier(bool async, milliseconds timeou
     launch.n_elems = 1;
     launch.dtype = SPCCL_INT32;
     return in_order(launch, async, sequence, /*host_wait=*/true,
-                    [&](CollectiveOrder::Turn &turn) { call_spccl(launch, turn); });
+                    [&](CollectiveOrder::Entry &entry) { call_spccl(launch, entry); });
 }
 
 } // namespace spccl_torch

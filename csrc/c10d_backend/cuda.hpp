@@ -140,12 +140,12 @@ class CudaSide
     c10::intrusive_ptr<c10d::Work> finished(const Launch &launch, bool async, uint64_t sequence);
 
   private:
-    using Enqueue = c10::function_ref<void(CollectiveOrder::Turn &turn)>;
+    using Enqueue = c10::function_ref<void(CollectiveOrder::Entry &entry)>;
     CudaRoute attach(const c10::Device &device, const char *op);
     c10::intrusive_ptr<c10d::Work> in_order(const Launch &launch, bool async, uint64_t sequence,
                                             bool host_wait, Enqueue enqueue);
     c10::intrusive_ptr<c10d::Work> run_staged(const Launch &launch, bool async, uint64_t sequence);
-    void call_spccl(const Launch &launch, CollectiveOrder::Turn &turn);
+    void call_spccl(const Launch &launch, CollectiveOrder::Entry &entry);
     c10::intrusive_ptr<c10d::Work> call_nccl(const Launch &launch);
 
     const std::shared_ptr<Comm> comm_;

@@ -26,7 +26,7 @@ CollectiveOrder::CollectiveOrder(c10::Device device)
 {
 }
 
-CollectiveOrder::Turn CollectiveOrder::run(bool async, c10::function_ref<void(Turn &)> enqueue)
+CollectiveOrder::Entry CollectiveOrder::run(bool async, c10::function_ref<void(Entry &)> enqueue)
 {
     std::lock_guard<std::mutex> lock(mutex_);
     const c10::Stream caller = guard_.getStream(device_);
@@ -38,7 +38,7 @@ CollectiveOrder::Turn CollectiveOrder::run(bool async, c10::function_ref<void(Tu
         order.end.reset();
     }
     const c10::Stream on = async ? order.stream : caller;
-    Turn turn{on, on == caller ? caller_handle : native_handle(on), capture != 0, take_event()};
+    Entry entry{on, on == caller ? caller_handle : native_handle(on), capture != 0, take_event()};
     if (on != caller) {
         order.fork.record(caller);
         order.fork.block(on);
@@ -47,23 +47,23 @@ CollectiveOrder::Turn CollectiveOrder::run(bool async, c10::function_ref<void(Tu
         order.end->block(on);
 
     const auto close = [&] {
-        turn.close();
-        order.end = turn.end;
+        entry.close();
+        order.end = entry.end;
         order.last = on;
     };
     try {
         c10::OptionalStreamGuard guard; /* the caller's stream is current already */
         if (on != caller)
             guard.reset_stream(on);
-        enqueue(turn);
+        enqueue(entry);
     } catch (...) {
         close();
         if (capture != 0 && on != caller)
-            turn.end->block(caller);
+            entry.end->block(caller);
         throw;
     }
     close();
-    return turn;
+    return entry;
 }
 
 bool CollectiveOrder::capturing() const

@@ -47,7 +47,7 @@ class CollectiveOrder
     using EventPtr = std::shared_ptr<c10::Event>;
 
     /* One collective of the order. */
-    struct Turn {
+    struct Entry {
         c10::Stream stream; /* where it runs */
         void *handle;       /* the cudaStream_t of `stream` */
         bool captured;      /* into a CUDA graph */
@@ -62,14 +62,14 @@ class CollectiveOrder
         }
     };
 
-    /* Run `enqueue(turn)` as the next collective of the order. While `enqueue` runs, turn.stream is torch's
+    /* Run `enqueue(entry)` as the next collective of the order. While `enqueue` runs, entry.stream is torch's
      * current stream. What `enqueue` puts there runs after all earlier collectives of the order. Then close
-     * the turn, unless `enqueue` has closed it. Returns the turn. Never waits for the GPU.
+     * the entry, unless `enqueue` has closed it. Returns the entry. Never waits for the GPU.
      *   async   false: on the caller's current stream. true: on the order's own stream, after what is now on
      *           the caller's stream
-     * If `enqueue` throws, run() closes the turn too. In a capture the caller's stream then waits for
-     * turn.stream, because a capture must not end before all its streams are joined. Threads: any. */
-    Turn run(bool async, c10::function_ref<void(Turn &turn)> enqueue);
+     * If `enqueue` throws, run() closes the entry too. In a capture the caller's stream then waits for
+     * entry.stream, because a capture must not end before all its streams are joined. Threads: any. */
+    Entry run(bool async, c10::function_ref<void(Entry &entry)> enqueue);
 
     /* torch's current stream of the device. */
     c10::Stream current() const

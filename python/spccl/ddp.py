@@ -325,7 +325,7 @@ class PrunedGradients(PruningHook):
         if key not in self._plans:
             first = buffer.storage_offset()
             segments = [
-                (grad.storage_offset() - first, self._slot_of(param, buffer.dtype, memory))
+                (grad.storage_offset() - first, self._state_of(param, buffer.dtype, memory))
                 for param, grad in zip(params, bucket.gradients(), strict=True)
                 if param.numel()
             ]
@@ -334,7 +334,7 @@ class PrunedGradients(PruningHook):
             self._plans[key] = plan
         return plan
 
-    def _slot_of(self, param: torch.Tensor, dtype: torch.dtype, memory: hook_state.OnDevice) -> prune.Slot:
+    def _state_of(self, param: torch.Tensor, dtype: torch.dtype, memory: hook_state.OnDevice) -> prune.ParamState:
         name = self._names.get(id(param))
         if name is None:
             raise RuntimeError(
@@ -342,7 +342,7 @@ class PrunedGradients(PruningHook):
                 "was registered on first; make one object per model"
             )
         pruned = param.dim() > 1 and param.numel() >= self.min_numel
-        return self._slot(name, param.numel(), pruned, dtype, memory)
+        return self._param_state(name, param.numel(), pruned, dtype, memory)
 
 
 def _completed(buffer: torch.Tensor) -> torch.futures.Future:

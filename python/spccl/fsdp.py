@@ -188,13 +188,13 @@ class PrunedShards(PruningHook):
             )
         key = (unit.index, grad.dtype, grad.device)
         if key not in self._plans:
-            slots = []
+            params = []
             for part in unit.parts:
                 pruned = len(part.whole) > 1 and part.whole.numel() >= self.min_numel
                 numel = part.shape.numel()
                 if numel:
-                    slots.append((part.begin, self._slot(part.name, numel, pruned, grad.dtype, memory)))
-            self._plans[key] = prune_.Plan(slots, unit.length, grad.dtype, grad.device) if slots else None
+                    params.append((part.begin, self._param_state(part.name, numel, pruned, grad.dtype, memory)))
+            self._plans[key] = prune_.Plan(params, unit.length, grad.dtype, grad.device) if params else None
         return self._plans[key]
 
     # -- checkpoints -------------------------------------------------------------------------------

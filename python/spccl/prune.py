@@ -95,7 +95,7 @@ class Clip(NamedTuple):
     max_norm: float
 
 
-class Slot:
+class ParamState:
     """State of one parameter: residual and velocity, flat [numel] in the parameter's memory order.
 
     Both are float32 (float64 for float64 gradients) on the gradient's device, and None where not kept. The residual
@@ -145,20 +145,22 @@ class Plan:
     """The parameters of one bucket, checked once.
 
     Args:
-        segments: (first element, slot) of each parameter; `slot.prepare` was called.
+        segments: (first element, state) of each parameter; its `prepare` was called.
         numel, dtype: of the bucket's gradient: float16, bfloat16, float32 or float64.
         device: host or CUDA.
-    Raises: ValueError if a slot's tensors do not fit, or residuals have several dtypes; spccl.Error if the segments do
+    Raises: ValueError if a state's tensors do not fit, or residuals have several dtypes; spccl.Error if the segments do
         not fit, or this build of spccl has no CUDA.
     """
 
-    def __init__(self, segments: Sequence[tuple[int, Slot]], numel: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, segments: Sequence[tuple[int, ParamState]], numel: int, dtype: torch.dtype, device: torch.device
+    ):
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"spccl.prune: gradients on {device}, wanted host or CUDA memory")
-        self.slots = [slot for _, slot in segments]
-        for slot in self.slots:
-            _check_slot(slot, dtype, device)
-        residual_dtypes = {s.residual.dtype for s in self.slots if s.residual is not None}
+        self.params = [param for _, param in segments]
+        for param in self.params:
+            _check_param(param, dtype, device)
+        residual_dtypes = {s.residual.dtype for s in self.params if s.residual is not None}
         if len(residual_dtypes) > 1:
             raise ValueError(f"spccl.prune: residuals of {sorted(map(str, residual_dtypes))}, wanted one dtype")
         self._residual_bf16 = torch.bfloat16 in residual_dtypes
@@ -170,11 +172,11 @@ class Plan:
             for begin, s in segments
         )
         ordinal = -1 if device.type == "cpu" else device.index
-        self._memory = [(s.residual, s.velocity, s.state) for s in self.slots]  # the plan holds their addresses
+        self._memory = [(s.residual, s.velocity, s.state) for s in self.params]  # the plan holds their addresses
         self._owner, self._plan = _ext.prune_plan(rows, numel, str(dtype).removeprefix("torch."), ordinal)
 
     def run(self, grad: torch.Tensor, rule: Rule, *given: Any, **named: Any) -> None:
-        """Replace `grad` [numel] by the entries to send, and keep the others in the slots.
+        """Replace `grad` [numel] by the entries to send, and keep the others in their states.
 
         Args: given, named: those of `_options`.
         On CUDA this queues two or three kernels on the current stream and does not wait; a graph may capture them.
@@ -240,20 +242,20 @@ class Plan:
         options.n_squares, options.square, options.max_norm = clip.squares.numel(), clip.square, clip.max_norm
 
 
-def _check_slot(slot: Slot, dtype: torch.dtype, device: torch.device) -> None:
-    """ValueError unless the slot's tensors are what a gradient of `dtype` on `device` needs: C gets their addresses."""
+def _check_param(param: ParamState, dtype: torch.dtype, device: torch.device) -> None:
+    """ValueError unless the param's tensors fit a gradient of `dtype` on `device`: C gets their addresses."""
     wide = wide_dtype(dtype)
-    is_bf16 = slot.residual is not None and slot.residual.dtype == torch.bfloat16 and wide == torch.float32
+    is_bf16 = param.residual is not None and param.residual.dtype == torch.bfloat16 and wide == torch.float32
     for what, tensor, wanted_dtype, numel in (
-        ("state", slot.state, torch.int64, STATE_COLUMNS),
-        ("residual", slot.residual, torch.bfloat16 if is_bf16 else wide, slot.numel),
-        ("velocity", slot.velocity, wide, slot.numel),
+        ("state", param.state, torch.int64, STATE_COLUMNS),
+        ("residual", param.residual, torch.bfloat16 if is_bf16 else wide, param.numel),
+        ("velocity", param.velocity, wide, param.numel),
     ):
         if tensor is None:
             continue
         if (tensor.dtype, tensor.numel(), tensor.device) != (wanted_dtype, numel, device) or not tensor.is_contiguous():
             raise ValueError(
-                f"spccl.prune: {what} of {slot.name!r} is {tensor.numel()} {tensor.dtype} on {tensor.device} with "
+                f"spccl.prune: {what} of {param.name!r} is {tensor.numel()} {tensor.dtype} on {tensor.device} with "
                 f"strides {tensor.stride()}, wanted {numel} contiguous {wanted_dtype} on {device}"
             )
 

@@ -22,7 +22,7 @@ static void reported(struct rank_ctx *c)
         sp_gpu_report *r = &g->control->report;
         int64_t deadline_ns = sp_deadline_in_ms(20000);
         spccl_status st;
-        pthread_mutex_lock(&g->look_mu);
+        pthread_mutex_lock(&g->poll_mu);
         CHECK_OK(spccl_cuda_all_reduce(c->comm, x, x, N, SPCCL_FLOAT32, SPCCL_SUM, &streams[0]));
         while (__atomic_load_n(&r->fault, __ATOMIC_ACQUIRE) == SP_GPU_NO_FAULT &&
                !sp_deadline_passed(deadline_ns))
@@ -30,7 +30,7 @@ static void reported(struct rank_ctx *c)
         st = spccl_comm_async_error(c->comm);
         CHECK(st == SPCCL_ERR_FORMAT, "wanted SPCCL_ERR_FORMAT at the first call, got %s",
               spccl_status_name(st));
-        pthread_mutex_unlock(&g->look_mu);
+        pthread_mutex_unlock(&g->poll_mu);
     } else {
         CHECK_OK(spccl_cuda_all_reduce(c->comm, x, x, N, SPCCL_FLOAT32, SPCCL_SUM, &streams[1]));
         (void)spccl_cuda_wait(c->comm, &streams[1], 20000);

@@ -290,7 +290,7 @@ static void test_looks(void)
     struct sp_plugin_endpoint ep = {.peers = &peer, .plugin = &plugin, .call_limit_ns = 1000};
     char text[SP_NET_TEXT_CAP];
     int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
-    atomic_store(&ep.call_slot, SP_PLUGIN_TEST);
+    atomic_store(&ep.call_fn, SP_PLUGIN_TEST);
     for (int i = 1; i < 4; i++) { /* an old call each time, but another one */
         atomic_store(&ep.call_since_ns, i);
         CHECK(!sp_plugin_thread_hangs(&ep, text, sizeof text), "call %d: %s", i, text);

@@ -24,8 +24,8 @@ static void reset(void)
 }
 
 static const sp_proxy_entry credit = {.queue = 1, .worker = 1, .position = 640};
-static const sp_proxy_entry run = {
-    .is_run = true, .queue = 1, .worker = 1, .position = RING * 10 + 3072, .bytes = 1024};
+static const sp_proxy_entry span = {
+    .is_span = true, .queue = 1, .worker = 1, .position = RING * 10 + 3072, .bytes = 1024};
 
 static size_t write_two(sp_proxy_entry first, sp_proxy_entry second)
 {
@@ -56,13 +56,13 @@ static void test_reads_what_was_written(void)
     const uint8_t *data = NULL;
     size_t bytes;
     reset();
-    bytes = write_two(credit, run);
+    bytes = write_two(credit, span);
     CHECK_OK(sp_proxy_open_message(&r, message, bytes));
     CHECK_OK(sp_proxy_next_entry(&r, &at, &e, &data));
-    CHECK(!e.is_run && e.queue == 1 && e.worker == 1 && e.position == 640, "the credit");
+    CHECK(!e.is_span && e.queue == 1 && e.worker == 1 && e.position == 640, "the credit");
     CHECK_OK(sp_proxy_next_entry(&r, &at, &e, &data));
-    CHECK(e.is_run && e.queue == 1 && e.worker == 1 && e.position == run.position && e.bytes == 1024,
-          "the run");
+    CHECK(e.is_span && e.queue == 1 && e.worker == 1 && e.position == span.position && e.bytes == 1024,
+          "the span");
     CHECK(data == message + sp_proxy_data_off(2), "the data start at %td", data - message);
     CHECK(sp_proxy_next_entry(&r, &at, &e, &data) == SPCCL_AGAIN, "no further entry");
 }
@@ -75,31 +75,32 @@ static void refused(sp_proxy_entry first, sp_proxy_entry second, const char *wha
 
 static void test_wrong_numbers(void)
 {
-    sp_proxy_entry c = credit, e = run;
-    c.position = 656, refused(c, run, "a credit for more than was sent");
-    c.position = 112, refused(c, run, "a credit that goes back");
-    c.position = 633, refused(c, run, "a credit between units");
-    c = credit, c.queue = 2, refused(c, run, "a queue that does not exist");
-    c = credit, c.worker = WORKERS, refused(c, run, "a worker that does not exist");
-    e.position -= 16, refused(credit, e, "a run before the last one's end");
-    e.position += 32, refused(credit, e, "a run behind a gap");
-    e = run, e.bytes = 0, refused(credit, e, "an empty run");
-    e = run, e.bytes = 1016, refused(credit, e, "a run of half units");
-    e = run, e.bytes = 1040, refused(credit, e, "a run beyond the credit");
-    e = run, e.bytes = UINT32_MAX - 15, refused(credit, e, "a run of 2^32 bytes");
-    e = run, e.skipped = 16, refused(credit, e, "a skip in a run that ends at the end of the ring");
-    c = credit, c.is_run = true, c.bytes = 16, refused(c, run, "a credit of bytes");
-    c = credit, c.is_run = true, c.skipped = 16, refused(c, run, "a credit that skips");
+    sp_proxy_entry c = credit, e = span;
+    c.position = 656, refused(c, span, "a credit for more than was sent");
+    c.position = 112, refused(c, span, "a credit that goes back");
+    c.position = 633, refused(c, span, "a credit between units");
+    c = credit, c.queue = 2, refused(c, span, "a queue that does not exist");
+    c = credit, c.worker = WORKERS, refused(c, span, "a worker that does not exist");
+    e.position -= 16, refused(credit, e, "a span before the last one's end");
+    e.position += 32, refused(credit, e, "a span behind a gap");
+    e = span, e.bytes = 0, refused(credit, e, "an empty span");
+    e = span, e.bytes = 1016, refused(credit, e, "a span of half units");
+    e = span, e.bytes = 1040, refused(credit, e, "a span beyond the credit");
+    e = span, e.bytes = UINT32_MAX - 15, refused(credit, e, "a span of 2^32 bytes");
+    e = span, e.skipped = 16, refused(credit, e, "a skip in a span that ends at the end of the ring");
+    c = credit, c.is_span = true, c.bytes = 16, refused(c, span, "a credit of bytes");
+    c = credit, c.is_span = true, c.skipped = 16, refused(c, span, "a credit that skips");
     c = credit;
-    e = run, e.queue = 0, e.position = 0, e.bytes = 2048, refused(credit, e, "a run longer than the message");
-    e = run, e.bytes = 512, refused(credit, e, "bytes behind the last run");
+    e = span, e.queue = 0, e.position = 0, e.bytes = 2048,
+    refused(credit, e, "a span longer than the message");
+    e = span, e.bytes = 512, refused(credit, e, "bytes behind the last span");
     at.n_queues = 1;
-    refused(credit, run, "results of a rank that sends none");
+    refused(credit, span, "results of a rank that sends none");
     at.n_queues = 2;
 }
 
 /* A receiver that waits for a frame gives credit for the bytes at the end of the ring into which no header fits,
- * before the sender has skipped them. The run that skips them may be longer than the ring. */
+ * before the sender has skipped them. The span that skips them may be longer than the ring. */
 static void test_skipped_end(void)
 {
     for (uint32_t left = 16; left <= 96; left += 16) {
@@ -110,23 +111,23 @@ static void test_skipped_end(void)
         for (c.position = end; c.position <= end + 128; c.position += 16) {
             reset();
             words[0][WORKERS + 1] = end;
-            CHECK((read_all(write_two(c, run)) == SPCCL_AGAIN) == (c.position <= most),
+            CHECK((read_all(write_two(c, span)) == SPCCL_AGAIN) == (c.position <= most),
                   "%u bytes left: a credit of %llu: %s", left, (unsigned long long)c.position,
                   spccl_last_error());
         }
     }
     CHECK(sp_proxy_credit_max(RING * 3, RING) == RING * 3, "at the start of the ring");
-    CHECK(sp_proxy_run_max(RING) == RING + 48, "the longest run has %zu bytes", sp_proxy_run_max(RING));
+    CHECK(sp_proxy_span_max(RING) == RING + 48, "the longest span has %zu bytes", sp_proxy_span_max(RING));
     for (uint32_t bytes = RING + 48; bytes <= RING + 64; bytes += 16) {
         size_t off = sp_proxy_data_off(1);
         sp_proxy_entry e = {
-            .is_run = true, .queue = 1, .worker = 1, .position = RING * 3 - 48, .bytes = bytes};
+            .is_span = true, .queue = 1, .worker = 1, .position = RING * 3 - 48, .bytes = bytes};
         reset();
         words[2][WORKERS + 1] = RING * 3 - 48;
         words[3][WORKERS + 1] = RING * 3;
         sp_proxy_put_head(message, 0, 1);
         sp_proxy_put_entry(message, 0, &e);
-        CHECK((read_all(off + bytes) == SPCCL_AGAIN) == (bytes == RING + 48), "a run of %u bytes: %s", bytes,
+        CHECK((read_all(off + bytes) == SPCCL_AGAIN) == (bytes == RING + 48), "a span of %u bytes: %s", bytes,
               spccl_last_error());
     }
 }
@@ -154,7 +155,7 @@ static void test_skips_do_not_travel(void)
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         for (size_t k = 0; k < sizeof lefts / sizeof *lefts; k++) {
             uint32_t left = lefts[k], used = sizes[i][0] + (sizes[i][0] != 0 ? sizes[i][1] : 0), skip = 0;
-            sp_proxy_entry e = {.is_run = true, .queue = 1, .worker = 1, .position = RING * 3 - left};
+            sp_proxy_entry e = {.is_span = true, .queue = 1, .worker = 1, .position = RING * 3 - left};
             size_t off = sp_proxy_data_off(1);
             if (used > left)
                 continue;
@@ -168,10 +169,10 @@ static void test_skips_do_not_travel(void)
             words[2][WORKERS + 1] = words[3][WORKERS + 1] = e.position;
             sp_proxy_put_head(message, 0, 1);
             sp_proxy_put_entry(message, 0, &e);
-            sp_proxy_read_run(message + off, ring, RING, &e);
+            sp_proxy_read_span(message + off, ring, RING, &e);
             CHECK(read_all(off + e.bytes - e.skipped) == SPCCL_AGAIN, "%s", spccl_last_error());
             memset(got, 0, RING);
-            sp_proxy_write_run(got, RING, &e, message + off);
+            sp_proxy_write_span(got, RING, &e, message + off);
             CHECK(memcmp(got, ring, 512) == 0 && memcmp(got + RING - left, ring + RING - left, used) == 0,
                   "frames differ, %u of %u bytes before the end", used, left);
             CHECK(e.skipped < 64 || sp_load_le32(got + RING - e.skipped) == SP_INBOX_WRAP, "no mark");
@@ -213,21 +214,21 @@ static void test_other_proxy(void)
 static void test_direct(void)
 {
     sp_proxy_reader r;
-    sp_proxy_entry e = run, skip = run, c = credit;
+    sp_proxy_entry e = span, skip = span, c = credit;
     const uint8_t *data = NULL;
     size_t bytes = sp_proxy_data_off(2);
     at.direct = true;
     reset();
-    (void)write_two(credit, run);
+    (void)write_two(credit, span);
     CHECK_OK(sp_proxy_open_message(&r, message, bytes));
     CHECK_OK(sp_proxy_next_entry(&r, &at, &e, &data));
     CHECK_OK(sp_proxy_next_entry(&r, &at, &e, &data));
-    CHECK(e.is_run && e.position == run.position && e.bytes == 1024 && data == NULL, "the run");
+    CHECK(e.is_span && e.position == span.position && e.bytes == 1024 && data == NULL, "the span");
     CHECK(sp_proxy_next_entry(&r, &at, &e, &data) == SPCCL_AGAIN, "no further entry");
     CHECK(read_all(bytes + 16) == SPCCL_ERR_FORMAT, "bytes in the message were not refused");
-    e = run, e.position += 32, refused(credit, e, "a run behind a gap");
-    e = run, e.bytes = 1040, refused(credit, e, "a run beyond the credit");
-    c.position = 656, refused(c, run, "a credit for more than was sent");
+    e = span, e.position += 32, refused(credit, e, "a span behind a gap");
+    e = span, e.bytes = 1040, refused(credit, e, "a span beyond the credit");
+    c.position = 656, refused(c, span, "a credit for more than was sent");
     words[0][WORKERS + 1] = 640; /* the ring is free, from its second unit on */
     words[1][WORKERS + 1] = 128;
     words[2][WORKERS + 1] = words[3][WORKERS + 1] = skip.position = RING * 10 + 16;
@@ -242,7 +243,7 @@ static void test_wrong_heads(void)
 {
     size_t bytes;
     reset();
-    bytes = write_two(credit, run);
+    bytes = write_two(credit, span);
     CHECK(read_all(bytes) == SPCCL_AGAIN, "the message is right: %s", spccl_last_error());
     for (size_t n = 0; n < bytes; n++)
         CHECK(read_all(n) == SPCCL_ERR_FORMAT, "the first %zu bytes were not refused", n);
@@ -250,7 +251,7 @@ static void test_wrong_heads(void)
     sp_store_le32(message + 8, UINT32_MAX);
     CHECK(read_all(bytes) == SPCCL_ERR_FORMAT, "2^33 entries were not refused");
     for (unsigned bit = 0; bit < 32; bit++) { /* of the magic number */
-        bytes = write_two(credit, run);
+        bytes = write_two(credit, span);
         message[bit / 8] ^= (uint8_t)(1u << bit % 8);
         CHECK(read_all(bytes) == SPCCL_ERR_FORMAT, "bit %u of the head", bit);
     }

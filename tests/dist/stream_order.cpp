@@ -81,15 +81,15 @@ void call(spccl_torch::CollectiveOrder &order, bool async, c10::StreamId on, boo
     printed.clear();
     current_id = on;
     try {
-        order.run(async, [&](spccl_torch::CollectiveOrder::Turn &turn) {
-            const size_t stream = reinterpret_cast<size_t>(turn.handle);
+        order.run(async, [&](spccl_torch::CollectiveOrder::Entry &entry) {
+            const size_t stream = reinterpret_cast<size_t>(entry.handle);
             printed += "K@" + std::to_string(stream) + " ";
             if (current_id != static_cast<c10::StreamId>(stream))
                 printed += "(not current) ";
-            if (turn.captured != (capture_of_9 != 0))
+            if (entry.captured != (capture_of_9 != 0))
                 printed += "(captured?) ";
             if (closes) {
-                turn.close();
+                entry.close();
                 printed += "closed ";
             }
             if (fails)

@@ -24,14 +24,14 @@ class One:
     """One parameter of n elements and its plan."""
 
     def __init__(self, n=N, dtype=torch.float32, residual=True, velocity=False, pruned=True):
-        self.slot = prune.Slot("weight", n, pruned, torch.zeros(prune.STATE_COLUMNS, dtype=torch.int64))
-        self.slot.prepare(dtype, residual, velocity)
-        self.plan = prune.Plan([(0, self.slot)], n, dtype, torch.device("cpu"))
+        self.param = prune.ParamState("weight", n, pruned, torch.zeros(prune.STATE_COLUMNS, dtype=torch.int64))
+        self.param.prepare(dtype, residual, velocity)
+        self.plan = prune.Plan([(0, self.param)], n, dtype, torch.device("cpu"))
 
     def run(self, grad, settings, **kwargs) -> int:
         """Prunes grad in place; the number of entries sent."""
         self.plan.run(grad, settings, **kwargs)
-        return int(self.slot.state[prune.N_SENT])
+        return int(self.param.state[prune.N_SENT])
 
 
 def normal(g, n):
@@ -60,7 +60,7 @@ NONZERO_SHARE = {mostly_zero: 0.03, rows: 0.05}
 
 
 def steps(make, settings: prune.Rule, n_steps: int, n: int = N, dtype=torch.float32, residual=True):
-    """Prunes n_steps times; yields (gradient before, sent, slot) of each step."""
+    """Prunes n_steps times; yields (gradient before, sent, param) of each step."""
     g = torch.Generator().manual_seed(3)
     one = One(n, dtype, residual, settings.momentum > 0)
     for _ in range(n_steps):
@@ -69,7 +69,7 @@ def steps(make, settings: prune.Rule, n_steps: int, n: int = N, dtype=torch.floa
         n_sent = one.run(grad, settings)
         if dtype != torch.float16:  # where a small v rounds to 0
             assert n_sent == int(torch.count_nonzero(grad))
-        yield before, grad, one.slot
+        yield before, grad, one.param
 
 
 # ---- how much is sent ----------------------------------------------------------------------------------------
@@ -100,9 +100,9 @@ def test_ties_are_cut_short_and_nothing_is_starved(settings, residual):
 
 @pytest.mark.parametrize("settings, residual", [(rule(), True), (rule(momentum=0.9), True), (rule(), False)])
 def test_all_zero_sends_nothing(settings, residual):
-    for _, sent, slot in steps(lambda g, n: torch.zeros(n), settings, 3, residual=residual):
+    for _, sent, param in steps(lambda g, n: torch.zeros(n), settings, 3, residual=residual):
         assert not sent.any()
-        assert slot.residual is None or not slot.residual.any()
+        assert param.residual is None or not param.residual.any()
 
 
 def test_one_huge_value_is_sent_at_once():
@@ -123,8 +123,8 @@ def test_a_sample_of_zeros_does_not_hide_the_rest():
 
 @pytest.mark.parametrize("n", [1, 2, 31, 33, 4096, 65536, 65537, 131073])
 def test_any_size(n):
-    for _, sent, slot in steps(normal, rule(momentum=0.5), 5, n):
-        assert sent.numel() == n and torch.isfinite(slot.residual).all()
+    for _, sent, param in steps(normal, rule(momentum=0.5), 5, n):
+        assert sent.numel() == n and torch.isfinite(param.residual).all()
 
 
 def test_samples_differ_from_step_to_step_and_repeat():
@@ -136,7 +136,7 @@ def test_samples_differ_from_step_to_step_and_repeat():
         seen = []
         for _ in range(20):
             one.run(grad.clone(), rule())
-            seen.append(float(one.slot.state.view(torch.float64)[prune.THRESHOLD]))
+            seen.append(float(one.param.state.view(torch.float64)[prune.THRESHOLD]))
         return seen
 
     first = thresholds()
@@ -161,13 +161,13 @@ def test_warm_up_counts_the_steps_of_the_state():
 @pytest.mark.parametrize("make", [normal, lambda g, n: torch.ones(n)])
 def test_sent_and_residual_add_up_bit_for_bit(dtype, make):
     before = None
-    for grad, sent, slot in steps(make, rule(), 8, dtype=dtype):
-        wide = slot.residual.dtype
+    for grad, sent, param in steps(make, rule(), 8, dtype=dtype):
+        wide = param.residual.dtype
         total = grad.to(wide) if before is None else grad.to(wide) + before
-        assert torch.equal(sent.to(wide) + slot.residual, total)
+        assert torch.equal(sent.to(wide) + param.residual, total)
         if dtype == wide:  # moved whole: an entry is sent or kept, never both
-            assert not ((sent != 0) & (slot.residual != 0)).any()
-        before = slot.residual.clone()
+            assert not ((sent != 0) & (param.residual != 0)).any()
+        before = param.residual.clone()
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_against_a_plain_reference(momentum, leak, dtype):
     """Lin et al. 2018, 3.1 and 3.2, written out; which entries are sent is taken from the hook."""
     u = torch.zeros(N, dtype=torch.float64)
     v = torch.zeros(N, dtype=torch.float64)
-    for grad, sent, slot in steps(normal, rule(momentum=momentum, leak=leak), 15, dtype=dtype):
+    for grad, sent, param in steps(normal, rule(momentum=momentum, leak=leak), 15, dtype=dtype):
         u = momentum * u + grad.double()
         v = leak * v + u
         picked = sent != 0
@@ -187,23 +187,23 @@ def test_against_a_plain_reference(momentum, leak, dtype):
         assert v[picked].abs().min() >= v[~picked].abs().max() * (1 - 1e-5)
         v = torch.where(picked, v - sent.double(), v)
         u = torch.where(picked, 0.0, u)
-        torch.testing.assert_close(slot.residual.double(), v, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(param.residual.double(), v, rtol=1e-4, atol=1e-4)
         if momentum:
-            torch.testing.assert_close(slot.velocity.double(), u, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(param.velocity.double(), u, rtol=1e-4, atol=1e-4)
 
 
 def test_leak_forgets():
     one, settings = One(), rule(leak=0.5)
     one.run(torch.randn(N), settings)
-    kept = one.slot.residual.clone()
+    kept = one.param.residual.clone()
     sent = torch.zeros(N)
     one.run(sent, settings)
-    assert torch.equal(sent + one.slot.residual, kept * 0.5)
+    assert torch.equal(sent + one.param.residual, kept * 0.5)
 
 
 def test_without_error_feedback_nothing_is_kept():
-    for grad, sent, slot in steps(normal, rule(), 2, residual=False):
-        assert slot.residual is None
+    for grad, sent, param in steps(normal, rule(), 2, residual=False):
+        assert param.residual is None
         assert torch.equal(sent, torch.where(sent != 0, grad, torch.zeros(())))
 
 
@@ -212,13 +212,13 @@ def test_factor_and_scale():
     grad = torch.randn(N)
     before = grad.clone()
     one.run(grad, rule(scale=0.25), factor=torch.tensor([0.5]))
-    assert torch.equal(grad * 4 + one.slot.residual, before * 0.5)
+    assert torch.equal(grad * 4 + one.param.residual, before * 0.5)
 
 
 def test_an_entry_that_is_not_finite_is_sent_and_leaves_its_state():
     one, settings = One(velocity=True), rule(momentum=0.9)
     one.run(torch.randn(N), settings)
-    kept = one.slot.residual.clone(), one.slot.velocity.clone()
+    kept = one.param.residual.clone(), one.param.velocity.clone()
     grad = torch.randn(N)
     bad = {7: math.inf, 70_000: -math.inf, N - 1: math.nan}
     for place, value in bad.items():
@@ -226,28 +226,28 @@ def test_an_entry_that_is_not_finite_is_sent_and_leaves_its_state():
     one.run(grad, settings)
     assert (~torch.isfinite(grad)).nonzero().flatten().tolist() == list(bad)
     assert grad[7] == math.inf and grad[70_000] == -math.inf
-    for before, after in zip(kept, (one.slot.residual, one.slot.velocity), strict=True):
+    for before, after in zip(kept, (one.param.residual, one.param.velocity), strict=True):
         assert torch.equal(before[list(bad)], after[list(bad)]) and torch.isfinite(after).all()
-    assert int(one.slot.state[prune.N_NONFINITE_ALL]) == 3
+    assert int(one.param.state[prune.N_NONFINITE_ALL]) == 3
 
 
 def test_a_segment_of_zeros_is_left_alone_if_wanted():
     for skip in (False, True):
         one, settings = One(velocity=True), rule(momentum=0.9, skip_zeros=skip)
         one.run(torch.randn(N), settings)
-        kept = one.slot.residual.clone(), one.slot.velocity.clone()
+        kept = one.param.residual.clone(), one.param.velocity.clone()
         assert (one.run(torch.zeros(N), settings) == 0) == skip
-        assert torch.equal(one.slot.residual, kept[0]) == torch.equal(one.slot.velocity, kept[1]) == skip
+        assert torch.equal(one.param.residual, kept[0]) == torch.equal(one.param.velocity, kept[1]) == skip
 
 
 def test_sending_all_flushes_the_residual():
     one = One()
     one.run(torch.randn(N), rule())
-    kept = one.slot.residual.clone()
+    kept = one.param.residual.clone()
     grad = torch.randn(N)
     before = grad.clone()
     one.run(grad, rule(density=1.0))
-    assert torch.equal(grad, before + kept) and not one.slot.residual.any()
+    assert torch.equal(grad, before + kept) and not one.param.residual.any()
 
 
 def test_a_plan_refuses_what_does_not_fit():
@@ -261,11 +261,11 @@ def test_a_plan_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match=r"factor is on meta"):
         one.run(torch.zeros(N), rule(), factor=torch.ones(1, device="meta"))
     with pytest.raises(ValueError, match=r"overlap by 1"):
-        prune.Plan([(0, one.slot), (N - 1, one.slot)], 2 * N, torch.float32, torch.device("cpu"))
+        prune.Plan([(0, one.param), (N - 1, one.param)], 2 * N, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"leaves the gradient"):
-        prune.Plan([(1, one.slot)], N, torch.float32, torch.device("cpu"))
+        prune.Plan([(1, one.param)], N, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match="wanted host or CUDA memory"):
-        prune.Plan([(0, one.slot)], N, torch.float32, torch.device("meta"))
+        prune.Plan([(0, one.param)], N, torch.float32, torch.device("meta"))
 
 
 @pytest.mark.parametrize(
@@ -284,10 +284,10 @@ def test_a_plan_refuses_what_does_not_fit():
     ],
 )
 def test_a_plan_refuses_a_slot_that_does_not_fit(what, change, text):
-    slot = One(velocity=True).slot
-    setattr(slot, what, change(getattr(slot, what)))
+    param = One(velocity=True).param
+    setattr(param, what, change(getattr(param, what)))
     with pytest.raises(ValueError, match=text):
-        prune.Plan([(0, slot)], N, torch.float32, torch.device("cpu"))
+        prune.Plan([(0, param)], N, torch.float32, torch.device("cpu"))
 
 
 # ---- PrunedGradients on one rank -----------------------------------------------------------------------------

@@ -17,10 +17,10 @@ N = 65_537
 CPU = torch.device("cpu")
 
 
-def make_slot(name="weight", n=N, dtype=torch.float32, residual_dtype=torch.bfloat16) -> prune.Slot:
-    slot = prune.Slot(name, n, True, torch.zeros(prune.STATE_COLUMNS, dtype=torch.int64))
-    slot.prepare(dtype, True, False, residual_dtype)
-    return slot
+def make_param(name="weight", n=N, dtype=torch.float32, residual_dtype=torch.bfloat16) -> prune.ParamState:
+    param = prune.ParamState(name, n, True, torch.zeros(prune.STATE_COLUMNS, dtype=torch.int64))
+    param.prepare(dtype, True, False, residual_dtype)
+    return param
 
 
 def rule(**changes) -> prune.Rule:
@@ -33,17 +33,17 @@ def rule(**changes) -> prune.Rule:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_each_step_rounds_to_a_neighbour(dtype):
     """What is sent and what is kept differ from the exact sum by less than one gap of bfloat16."""
-    slot = make_slot(dtype=dtype)
-    plan = prune.Plan([(0, slot)], N, dtype, CPU)
+    param = make_param(dtype=dtype)
+    plan = prune.Plan([(0, param)], N, dtype, CPU)
     g = torch.Generator().manual_seed(random.randrange(1 << 31))
     for _ in range(5):
-        before = slot.residual.double()
+        before = param.residual.double()
         grad = torch.randn(N, generator=g).to(dtype)
         exact = (before.float() + grad.float()).double()
         plan.run(grad, rule())
         kept = exact - grad.double()  # what a wider residual would hold
         gap = torch.exp2(torch.floor(torch.log2(kept.abs().clamp(1e-30))) - 7)
-        assert ((slot.residual.double() - kept).abs() < gap).all()
+        assert ((param.residual.double() - kept).abs() < gap).all()
         assert 0 < torch.count_nonzero(grad) < 0.05 * N
 
 
@@ -51,25 +51,25 @@ def test_the_mean_is_right_where_rounding_to_nearest_loses_all():
     """200 gradients of a quarter gap of the residual. The standard deviation of the mean over n elements is below
     sqrt(200) gaps / 2 / sqrt(n), and the bound is 6 of them: by chance one run in 5e8 fails."""
     seed, n = random.randrange(1 << 31), N // 2
-    slot = make_slot()
-    plan = prune.Plan([(0, slot)], N, torch.float32, CPU)
-    slot.residual.fill_(1.0)  # the gap up to 2 is 2^-7
+    param = make_param()
+    plan = prune.Plan([(0, param)], N, torch.float32, CPU)
+    param.residual.fill_(1.0)  # the gap up to 2 is 2^-7
     for _ in range(200):
         grad = torch.full((N,), 2.0**-9)
         grad[n:] = torch.rand(N - n) + 100  # the threshold is above 100
         plan.run(grad, rule(seed=seed))
         assert not grad[:n].any()
-    got, wanted = float(slot.residual[:n].double().mean()), 1 + 200 * 2.0**-9
+    got, wanted = float(param.residual[:n].double().mean()), 1 + 200 * 2.0**-9
     assert abs(got - wanted) < 6 * 200**0.5 * 2.0**-7 / 2 / n**0.5, f"seed {seed}: {got}, wanted {wanted}"
 
 
 def test_seed_and_step_decide_the_rounding():
     def residual(seed, n_steps):
-        slot = make_slot()
-        plan = prune.Plan([(0, slot)], N, torch.float32, CPU)
+        param = make_param()
+        plan = prune.Plan([(0, param)], N, torch.float32, CPU)
         for step in range(n_steps):
             plan.run(torch.randn(N, generator=torch.Generator().manual_seed(step)), rule(seed=seed))
-        return slot.residual
+        return param.residual
 
     assert torch.equal(residual(1, 3), residual(1, 3))
     assert not torch.equal(residual(1, 3), residual(2, 3))
@@ -77,10 +77,10 @@ def test_seed_and_step_decide_the_rounding():
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="'weight' has float64 gradients, which need a residual of float64"):
-        make_slot(dtype=torch.float64)
-    slots = [make_slot("a"), make_slot("b", residual_dtype=torch.float32)]
+        make_param(dtype=torch.float64)
+    params = [make_param("a"), make_param("b", residual_dtype=torch.float32)]
     with pytest.raises(ValueError, match="wanted one dtype"):
-        prune.Plan([(0, slots[0]), (N, slots[1])], 2 * N, torch.float32, CPU)
+        prune.Plan([(0, params[0]), (N, params[1])], 2 * N, torch.float32, CPU)
 
 
 # ---- PrunedGradients -----------------------------------------------------------------------------------------

@@ -11,18 +11,18 @@ from spccl import prune  # noqa: E402
 N = 5000
 
 
-def plan_of_one() -> tuple[prune.Plan, prune.Slot]:
-    slot = prune.Slot("weight", N, True, torch.zeros(prune.STATE_COLUMNS, dtype=torch.int64))
-    slot.prepare(torch.float32, True, False)
-    return prune.Plan([(0, slot)], N, torch.float32, torch.device("cpu")), slot
+def plan_of_one() -> tuple[prune.Plan, prune.ParamState]:
+    param = prune.ParamState("weight", N, True, torch.zeros(prune.STATE_COLUMNS, dtype=torch.int64))
+    param.prepare(torch.float32, True, False)
+    return prune.Plan([(0, param)], N, torch.float32, torch.device("cpu")), param
 
 
 def test_a_call_changes_nothing():
-    (plan, slot), grad = plan_of_one(), torch.randn(N)
+    (plan, param), grad = plan_of_one(), torch.randn(N)
     before = grad.clone()
     address, options, owner = plan.call(grad, prune.Rule(0.01, 0.001, 1.0, 0.0))
     assert address != 0
     assert options != 0
     assert owner is not None
     assert torch.equal(grad, before)
-    assert int(slot.state[prune.STEP]) == 0
+    assert int(param.state[prune.STEP]) == 0

@@ -16,9 +16,9 @@ RULE = prune.Rule(density=1.0, sample=0.001, leak=1.0, momentum=0.0)
 
 def one_plan() -> prune.Plan:
     """A plan of one parameter, whose residual its caller does not need."""
-    slot = prune.Slot("weight", N, True, torch.zeros(prune.STATE_COLUMNS, dtype=torch.int64))
-    slot.prepare(torch.float32, True, False)
-    return prune.Plan([(0, slot)], N, torch.float32, torch.device("cpu"))
+    param = prune.ParamState("weight", N, True, torch.zeros(prune.STATE_COLUMNS, dtype=torch.int64))
+    param.prepare(torch.float32, True, False)
+    return prune.Plan([(0, param)], N, torch.float32, torch.device("cpu"))
 
 
 def clipped(grad, squares, square, max_norm, loss_scale=None):

@@ -40,10 +40,10 @@ def test_the_density_stays_within_20_percent_for_500_steps(density):
     parameter."""
     g = torch.Generator().manual_seed(11)
     states = torch.zeros(N_PARAMETERS, prune.STATE_COLUMNS, dtype=torch.int64)
-    slots = [prune.Slot(f"weight {i}", NUMEL, True, states[i]) for i in range(N_PARAMETERS)]
-    for slot in slots:
-        slot.prepare(torch.float32, residual=True, velocity=False)
-    segments = [(i * NUMEL, slot) for i, slot in enumerate(slots)]
+    params = [prune.ParamState(f"weight {i}", NUMEL, True, states[i]) for i in range(N_PARAMETERS)]
+    for param in params:
+        param.prepare(torch.float32, residual=True, velocity=False)
+    segments = [(i * NUMEL, param) for i, param in enumerate(params)]
     numbers = torch.randn(1 << 22, generator=g)  # each step takes others of them
     sizes = (2.0 ** torch.arange(N_PARAMETERS)).repeat_interleave(NUMEL)
     plan = prune.Plan(segments, sizes.numel(), torch.float32, torch.device("cpu"))

@@ -36,18 +36,18 @@ def steps(dtype: torch.dtype, momentum: float, leak: float):
     """Four steps of spccl_prune, each beside torch_prune of the same gradient and state.
 
     Yields ((s, r, u) of spccl_prune, (s, r, u) of torch_prune, largest magnitude that was added, threshold)."""
-    slot = prune.Slot("weight", N, True, torch.zeros(prune.STATE_COLUMNS, dtype=torch.int64))
-    slot.prepare(dtype, residual=True, velocity=momentum > 0)
-    plan = prune.Plan([(0, slot)], N, dtype, torch.device("cpu"))
+    param = prune.ParamState("weight", N, True, torch.zeros(prune.STATE_COLUMNS, dtype=torch.int64))
+    param.prepare(dtype, residual=True, velocity=momentum > 0)
+    plan = prune.Plan([(0, param)], N, dtype, torch.device("cpu"))
     generator = torch.Generator().manual_seed(7)
     for step in range(4):
         grad = torch.randn(N, generator=generator, dtype=prune.wide_dtype(dtype)).to(dtype)
-        old = [x if x is None else x.clone() for x in (grad, slot.residual, slot.velocity)]
+        old = [x if x is None else x.clone() for x in (grad, param.residual, param.velocity)]
         plan.run(grad, prune.Rule(density=0.02, sample=0.01, leak=leak, momentum=momentum, seed=step))
-        threshold = float(slot.state[prune.THRESHOLD : prune.THRESHOLD + 1].view(torch.float64))
+        threshold = float(param.state[prune.THRESHOLD : prune.THRESHOLD + 1].view(torch.float64))
         largest = torch.stack([x.abs().to(prune.wide_dtype(dtype)) for x in old if x is not None]).amax(0)
         torch_prune(*old, momentum, leak, threshold)
-        yield (grad, slot.residual, slot.velocity), tuple(old), largest, threshold
+        yield (grad, param.residual, param.velocity), tuple(old), largest, threshold
 
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

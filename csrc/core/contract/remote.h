@@ -16,9 +16,9 @@
  *
  * The links of a queue have an index:
  * - inputs: the peer slot;
- * - results: without relays the peer slot. With relays the place slots of the peers on this host, then the other hosts,
+ * - results: without relays the peer slot. With relays the local slots of the peers on this host, then the other hosts,
  *   from the next one on;
- * - relayed results: the place slot. A place slot counts the other places as a peer slot counts the other ranks. */
+ * - relayed results: the local slot. A local slot counts the other places as a peer slot counts the other ranks. */
 #ifndef SP_REMOTE_AREA_H
 #define SP_REMOTE_AREA_H
 

@@ -126,7 +126,7 @@ static void free_comm(sp_gpu_comm *g)
         sp_proxies_close(g->proxies, true);
     }
     pthread_mutex_destroy(&g->mu);
-    pthread_mutex_destroy(&g->look_mu);
+    pthread_mutex_destroy(&g->poll_mu);
     pthread_mutex_destroy(&g->channels_mu);
     sp_free(g);
 }
@@ -217,7 +217,7 @@ static sp_gpu_comm *make_comm(spccl_comm *comm)
     g->comm = comm;
     g->ops = sp_gpu_ops_here();
     pthread_mutex_init(&g->mu, NULL);
-    pthread_mutex_init(&g->look_mu, NULL);
+    pthread_mutex_init(&g->poll_mu, NULL);
     pthread_mutex_init(&g->channels_mu, NULL);
     return g;
 }
@@ -262,7 +262,7 @@ static bool drain(sp_gpu_comm *g)
         spccl_status st = query_last(g);
         if (st != SPCCL_AGAIN)
             return true; /* done, or the GPU is lost and runs nothing */
-        sp_gpu_comm_look(comm);
+        sp_gpu_comm_find_errors(comm);
         if (!flagged && (sp_comm_broken(comm) != SPCCL_OK || sp_deadline_passed(deadline_ns))) {
             __atomic_store_n(&g->control->abort, 1, __ATOMIC_RELEASE);
             deadline_ns = sp_deadline_in_ms(ABORT_MS);

@@ -124,18 +124,18 @@ static spccl_status mark_last(sp_gpu_comm *g, void *stream, unsigned long long i
     return SPCCL_OK;
 }
 
-spccl_status sp_gpu_turn_begin(sp_gpu_comm *g, void *stream, sp_gpu_turn *turn)
+spccl_status sp_gpu_order_begin(sp_gpu_comm *g, void *stream, sp_gpu_order *order)
 {
-    *turn = (sp_gpu_turn){0, 0};
+    *order = (sp_gpu_order){0, 0};
     if (g->caller_orders)
         return SPCCL_OK;
-    SP_TRY(identify(g, stream, &turn->stream_id, &turn->capture));
-    return wait_for_last(g, stream, turn->stream_id, turn->capture);
+    SP_TRY(identify(g, stream, &order->stream_id, &order->capture));
+    return wait_for_last(g, stream, order->stream_id, order->capture);
 }
 
-spccl_status sp_gpu_turn_end(sp_gpu_comm *g, void *stream, const sp_gpu_turn *turn)
+spccl_status sp_gpu_order_end(sp_gpu_comm *g, void *stream, const sp_gpu_order *order)
 {
-    return g->caller_orders ? SPCCL_OK : mark_last(g, stream, turn->stream_id, turn->capture);
+    return g->caller_orders ? SPCCL_OK : mark_last(g, stream, order->stream_id, order->capture);
 }
 
 /* ---- one status for all ranks ---- */

@@ -55,7 +55,7 @@ typedef struct sp_gpu_comm {
 
     /* used by gpu_watchdog.c */
     struct sp_gpu_comm *next;
-    pthread_mutex_t look_mu; /* only one thread at a time polls the peers */
+    pthread_mutex_t poll_mu; /* only one thread at a time polls the peers */
     int64_t gone_since_ns;   /* when a peer's connection ended; 0: all peers are there */
 } sp_gpu_comm;
 
@@ -64,11 +64,11 @@ const sp_gpu_ops *sp_gpu_ops_here(void);
 
 /* The place of a launch among those of its communicator. The GPU is current, and g->mu is held from
  * begin to end. begin makes `stream` wait for the launch before. */
-typedef struct sp_gpu_turn {
+typedef struct sp_gpu_order {
     unsigned long long stream_id, capture; /* ids; 0 = none */
-} sp_gpu_turn;
-spccl_status sp_gpu_turn_begin(sp_gpu_comm *g, void *stream, sp_gpu_turn *turn);
-spccl_status sp_gpu_turn_end(sp_gpu_comm *g, void *stream, const sp_gpu_turn *turn);
+} sp_gpu_order;
+spccl_status sp_gpu_order_begin(sp_gpu_comm *g, void *stream, sp_gpu_order *order);
+spccl_status sp_gpu_order_end(sp_gpu_comm *g, void *stream, const sp_gpu_order *order);
 /* A launch has failed: break the communicator, as the peers wait for this rank. what: the call. Returns st, with its
  * text. */
 spccl_status sp_gpu_launch_failed(sp_gpu_comm *g, spccl_status st, const char *what);
@@ -104,6 +104,6 @@ spccl_status sp_gpu_watchdog_add(sp_gpu_comm *g);
 void sp_gpu_watchdog_remove(sp_gpu_comm *g);
 /* Read the GPU's report and poll the peers, and break the communicator if there is an error. Makes no device
  * call, so it disturbs no capture. Does nothing without a GPU. Threads: any. */
-void sp_gpu_comm_look(spccl_comm *comm);
+void sp_gpu_comm_find_errors(spccl_comm *comm);
 
 #endif

@@ -283,7 +283,7 @@ static bool describe_direct(size_t i, spccl_info_entry *out)
     return true;
 }
 
-const sp_gpu_part sp_gpu_part_here = {.look = sp_gpu_comm_look,
+const sp_gpu_part sp_gpu_part_here = {.find_errors = sp_gpu_comm_find_errors,
                                       .detach = sp_gpu_comm_detach,
                                       .describe = describe_cuda,
                                       .describe_memory = describe_memory,

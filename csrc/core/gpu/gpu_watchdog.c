@@ -116,7 +116,7 @@ static spccl_status describe_report(sp_gpu_comm *g, const sp_gpu_report *r, char
     return SPCCL_ERR_BUG;
 }
 
-static void look_at_report(sp_gpu_comm *g)
+static void read_report(sp_gpu_comm *g)
 {
     spccl_comm *comm = g->comm;
     sp_gpu_report r;
@@ -132,7 +132,7 @@ static void look_at_report(sp_gpu_comm *g)
         sp_log(SP_LOG_ERROR, comm->rank, "%s", text);
 }
 
-static void look_at_peers(sp_gpu_comm *g)
+static void poll_peers(sp_gpu_comm *g)
 {
     spccl_comm *comm = g->comm;
     char text[sizeof comm->error];
@@ -147,18 +147,18 @@ static void look_at_peers(sp_gpu_comm *g)
     sp_comm_break(comm, SPCCL_ERR_PEER, text);
 }
 
-void sp_gpu_comm_look(spccl_comm *comm)
+void sp_gpu_comm_find_errors(spccl_comm *comm)
 {
     sp_gpu_comm *g = atomic_load(&comm->gpu);
     if (g == NULL)
         return;
     /* Every caller reads the report, even while another thread does. Otherwise a caller that has seen a
      * kernel end could miss that the kernel gave up. */
-    look_at_report(g);
-    sp_channels_look(g);
-    if (comm->world_size > 1 && pthread_mutex_trylock(&g->look_mu) == 0) {
-        look_at_peers(g);
-        pthread_mutex_unlock(&g->look_mu);
+    read_report(g);
+    sp_channels_find_errors(g);
+    if (comm->world_size > 1 && pthread_mutex_trylock(&g->poll_mu) == 0) {
+        poll_peers(g);
+        pthread_mutex_unlock(&g->poll_mu);
     }
 }
 
@@ -171,7 +171,7 @@ static void *watch(void *arg)
     while (list != NULL) {
         for (visited = list; visited != NULL; visited = visited->next) {
             pthread_mutex_unlock(&list_mu);
-            sp_gpu_comm_look(visited->comm);
+            sp_gpu_comm_find_errors(visited->comm);
             pthread_mutex_lock(&list_mu);
         }
         pthread_mutex_unlock(&list_mu);

@@ -342,8 +342,8 @@ static void prune_segment(struct job *j)
     sp_prune_advance(j->o, j->segment->state, j->n_sent, j->n_nonfinite);
 }
 
-static void run_segment(const spccl_prune_plan *plan, const spccl_prune_options *o,
-                        const spccl_prune_segment *s, const spccl_prune_segment *next, void *grad)
+static void prune_one(const spccl_prune_plan *plan, const spccl_prune_options *o,
+                      const spccl_prune_segment *s, const spccl_prune_segment *next, void *grad)
 {
     struct job j = {.plan = plan,
                     .o = o,
@@ -366,7 +366,7 @@ static void run_segment(const spccl_prune_plan *plan, const spccl_prune_options 
 void sp_prune_segment_run(const spccl_prune_plan *plan, const spccl_prune_options *o,
                           const spccl_prune_segment *s, void *grad)
 {
-    run_segment(plan, o, s, NULL, grad);
+    prune_one(plan, o, s, NULL, grad);
 }
 
 spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spccl_prune_options *options)
@@ -380,8 +380,8 @@ spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spccl_prune_o
         size_t k = i + 1; /* the next segment that is sampled */
         while (k < plan->n_segments && plan->segments[k].prune.whole != 0)
             k++;
-        run_segment(plan, &o, s, k < plan->n_segments ? &plan->segments[k].prune : NULL,
-                    (uint8_t *)grad + s->begin * sp_dtype_bytes(plan->dtype));
+        prune_one(plan, &o, s, k < plan->n_segments ? &plan->segments[k].prune : NULL,
+                  (uint8_t *)grad + s->begin * sp_dtype_bytes(plan->dtype));
     }
     return SPCCL_OK;
 }

@@ -100,14 +100,14 @@ static spccl_status need_room(sp_gpu_comm *g, const spccl_prune_plan *plan, spcc
 /* The GPU is current. */
 static spccl_status launch_lists(sp_gpu_comm *g, sp_pruned_sum_args *x, void *stream)
 {
-    sp_gpu_turn turn;
+    sp_gpu_order order;
     bool launching = false;
     uint32_t n_ctas;
     spccl_status st;
     pthread_mutex_lock(&g->mu);
     n_ctas = sp_tune_gpu_ctas(&g->limits, g->shape);
     x->max_ctas = g->max_ctas != 0 ? g->max_ctas : n_ctas < g->device.n_sms ? n_ctas : 0;
-    st = sp_gpu_turn_begin(g, stream, &turn);
+    st = sp_gpu_order_begin(g, stream, &order);
     if (st == SPCCL_OK) {
         launching = true;
         st = g->ops->pruned_sum(x, stream);
@@ -115,7 +115,7 @@ static spccl_status launch_lists(sp_gpu_comm *g, sp_pruned_sum_args *x, void *st
     if (st == SPCCL_OK) {
         g->n_launches++;
         g->n_by_lists++;
-        st = sp_gpu_turn_end(g, stream, &turn);
+        st = sp_gpu_order_end(g, stream, &order);
     }
     pthread_mutex_unlock(&g->mu);
     return st != SPCCL_OK && launching ? sp_gpu_launch_failed(g, st, call) : st;

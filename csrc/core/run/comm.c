@@ -239,7 +239,7 @@ spccl_status spccl_comm_async_error(spccl_comm *comm)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_async_error: comm is NULL");
     SP_TRY(sp_comm_check_process(comm, "spccl_comm_async_error"));
     sp_comm_poll(comm);
-    sp_gpu_part_here.look(comm);
+    sp_gpu_part_here.find_errors(comm);
     return sp_comm_broken(comm);
 }
 

@@ -10,7 +10,7 @@
 typedef struct sp_gpu_part {
     /* Look for errors that kernels reported and for peers that are gone. Both break the communicator.
      * Does nothing without a GPU. Threads: any. */
-    void (*look)(spccl_comm *comm);
+    void (*find_errors)(spccl_comm *comm);
     /* Detach the GPU: wait for its kernels, then for the peers, then free its memory. Does nothing without a
      * GPU. */
     void (*detach)(spccl_comm *comm);

@@ -17,24 +17,25 @@ template <class G> struct sp_columns {
     typedef typename G::U U;
     static constexpr uint32_t ROWS = G::TILE_ROWS;
     // Warps per tile.
-    static constexpr uint32_t SHARED_BY = SP_CODEC_WARPS > G::TILES ? SP_CODEC_WARPS / G::TILES : 1;
-    static constexpr uint32_t N_TILES = SP_CODEC_WARPS > G::TILES ? 1 : G::TILES / SP_CODEC_WARPS; // per warp
-    static constexpr uint32_t EACH = 2 / SHARED_BY;             // columns per lane and tile
-    static constexpr uint32_t SEQS = N_TILES * EACH;            // columns per lane
+    static constexpr uint32_t SHARED_BY = SP_CODEC_WARPS > G::PICI_TILES ? SP_CODEC_WARPS / G::PICI_TILES : 1;
+    static constexpr uint32_t N_PICI_TILES =
+        SP_CODEC_WARPS > G::PICI_TILES ? 1 : G::PICI_TILES / SP_CODEC_WARPS; // per warp
+    static constexpr uint32_t EACH = 2 / SHARED_BY;                          // columns per lane and tile
+    static constexpr uint32_t SEQS = N_PICI_TILES * EACH;                    // columns per lane
     typedef typename sp_unsigned<(int)(EACH *G::E)>::type CELL; // a lane's elements of one row of a tile
     // A lane's elements of one row of all its tiles.
     typedef typename sp_unsigned<(G::E == 8 ? 8 : 4)>::type ROW;
     static_assert(SHARED_BY <= 2 && SEQS * G::E <= sizeof(ROW), "each row fits into a register");
-    static_assert(G::TILES * SHARED_BY <= SP_COLUMN_TOTALS, "the index section is one unit");
+    static_assert(G::PICI_TILES * SHARED_BY <= SP_COLUMN_TOTALS, "the index section is one unit");
 
     const sp_codec_cta &cta;
     uint32_t tile, column; // the warp's first tile; the lane's first column
     ROW row[ROWS];
-    uint64_t bits[SEQS];      // per column: a bit for each row whose element is listed
-    uint32_t before[N_TILES]; // per tile: values in the frame before the lane's first value
+    uint64_t bits[SEQS];           // per column: a bit for each row whose element is listed
+    uint32_t before[N_PICI_TILES]; // per tile: values in the frame before the lane's first value
 
     __device__ __forceinline__ explicit sp_columns(const sp_codec_cta &t)
-        : cta(t), tile(t.warp / SHARED_BY * N_TILES), column(t.warp % SHARED_BY * 32 + t.lane * EACH)
+        : cta(t), tile(t.warp / SHARED_BY * N_PICI_TILES), column(t.warp % SHARED_BY * 32 + t.lane * EACH)
     {
     }
     // Element of column `seq` in a row.
@@ -51,7 +52,7 @@ template <class G> struct sp_columns {
     {
         ROW all = 0;
 #pragma unroll
-        for (uint32_t t = 0; t < N_TILES; t++) {
+        for (uint32_t t = 0; t < N_PICI_TILES; t++) {
             CELL cell = *(const CELL *)(slice + offset_of(r, t));
             all |= (ROW)cell << t * sizeof(CELL) * 8 % (sizeof(ROW) * 8);
         }
@@ -82,7 +83,7 @@ template <class G> struct sp_columns {
     {
         uint32_t sum = 0;
 #pragma unroll
-        for (uint32_t t = 0; t < N_TILES; t++) {
+        for (uint32_t t = 0; t < N_PICI_TILES; t++) {
             uint32_t mine = 0, upto;
 #pragma unroll
             for (uint32_t c = 0; c < EACH; c++)
@@ -90,14 +91,14 @@ template <class G> struct sp_columns {
             upto = sp_warp_sum(mine, cta.lane);
             before[t] = upto - mine;
             if (cta.lane == 31)
-                totals[cta.warp * N_TILES + t] = upto;
+                totals[cta.warp * N_PICI_TILES + t] = upto;
         }
         cta.sync();
 #pragma unroll
-        for (uint32_t i = 0; i < G::TILES * SHARED_BY; i++) {
+        for (uint32_t i = 0; i < G::PICI_TILES * SHARED_BY; i++) {
 #pragma unroll
-            for (uint32_t t = 0; t < N_TILES; t++)
-                before[t] += i == cta.warp * N_TILES + t ? sum : 0;
+            for (uint32_t t = 0; t < N_PICI_TILES; t++)
+                before[t] += i == cta.warp * N_PICI_TILES + t ? sum : 0;
             sum += totals[i];
         }
     }
@@ -109,7 +110,7 @@ template <class G> struct sp_columns {
         for (uint32_t q = 0; q < SEQS; q++)
             sp_opaque(bits[q]);
 #pragma unroll
-        for (uint32_t t = 0; t < N_TILES; t++) {
+        for (uint32_t t = 0; t < N_PICI_TILES; t++) {
             U *to = values + before[t];
 #pragma unroll
             for (uint32_t c = 0; c < EACH; c++)
@@ -126,7 +127,7 @@ template <class G> struct sp_columns {
         for (uint32_t r = 0; r < ROWS; r++)
             row[r] = 0;
 #pragma unroll
-        for (uint32_t t = 0; t < N_TILES; t++) {
+        for (uint32_t t = 0; t < N_PICI_TILES; t++) {
             const U *from = values + before[t];
 #pragma unroll
             for (uint32_t c = 0; c < EACH; c++)
@@ -141,7 +142,7 @@ template <class G> struct sp_columns {
 #pragma unroll
         for (uint32_t r = 0; r < ROWS; r++)
 #pragma unroll
-            for (uint32_t t = 0; t < N_TILES; t++)
+            for (uint32_t t = 0; t < N_PICI_TILES; t++)
                 *(CELL *)(slice + offset_of(r, t)) =
                     (CELL)(row[r] >> t * sizeof(CELL) * 8 % (sizeof(ROW) * 8));
     }

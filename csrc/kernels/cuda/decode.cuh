@@ -126,14 +126,15 @@ __device__ __forceinline__ bool sp_decode_tile(uint32_t lane, const sp_view &v, 
 // Load the masks of a pici frame and check them by rules 23 to 25 of docs/FORMAT.md 4. word[t]: columns 2 *
 // lane and 2 * lane + 1 of tile t, one bit per row; 0 if the slice has no tile t.
 template <class G>
-__device__ __forceinline__ bool sp_pici_words(uint32_t lane, const sp_view &v, uint64_t word[G::TILES][2])
+__device__ __forceinline__ bool sp_pici_words(uint32_t lane, const sp_view &v,
+                                              uint64_t word[G::PICI_TILES][2])
 {
     const uint32_t *prefixes = (const uint32_t *)(v.p + v.at.index);
     const ulonglong2 *pairs = (const ulonglong2 *)(v.p + v.at.meta);
     uint32_t n_tiles = (v.n + 4095) / 4096, sum = 0;
     bool ok = true;
 #pragma unroll
-    for (uint32_t t = 0; t < G::TILES; t++) {
+    for (uint32_t t = 0; t < G::PICI_TILES; t++) {
         word[t][0] = word[t][1] = 0;
         if (t < n_tiles) {
             ulonglong2 x = pairs[t * 32 + lane];
@@ -162,11 +163,11 @@ __device__ __forceinline__ bool sp_decode_pici(uint32_t lane, const sp_view &v, 
     constexpr bool TWO_ROWS = G::TILE_ROWS == 64;
     const U *values = (const U *)v.values;
     uint32_t k = 0, below = sp_lanes_below();
-    uint64_t word[G::TILES][2];
+    uint64_t word[G::PICI_TILES][2];
     if (!sp_pici_words<G>(lane, v, word))
         return false;
 #pragma unroll
-    for (uint32_t t = 0; t < G::TILES; t++) {
+    for (uint32_t t = 0; t < G::PICI_TILES; t++) {
         if (t * 4096 >= v.n)
             break;
         for (uint32_t g = 0; g < ROW_UNITS; g += AHEAD) {

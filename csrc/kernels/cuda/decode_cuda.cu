@@ -133,7 +133,7 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
         sp_copy_wait<0>();
         mine.count(smem.totals);
 #pragma unroll
-        for (uint32_t i = 0; i < G::TILES * C::SHARED_BY; i++) {
+        for (uint32_t i = 0; i < G::PICI_TILES * C::SHARED_BY; i++) {
             if (i % C::SHARED_BY == 0 && i / C::SHARED_BY < n_tiles)
                 *good &= prefixes[i / C::SHARED_BY] == sum;
             sum += smem.totals[i];

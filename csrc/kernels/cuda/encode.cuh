@@ -15,7 +15,7 @@
 // Shared memory that sp_encode_pici needs.
 #define SP_PICI_STAGE_BYTES 2064u
 
-// The type for one bit per element that a lane has in a run.
+// The type for one bit per element that a lane has in a stripe.
 template <uint32_t N> struct sp_lane_mask {
     typedef uint32_t type;
 };
@@ -63,17 +63,18 @@ __device__ __forceinline__ uint32_t sp_warp_sum(uint32_t v, uint32_t lane)
 
 template <class G> struct sp_scan {
     typedef typename sp_lane_mask<G::LANE_ELEMS>::type mask_type;
-    mask_type mask[G::RUNS];     // bit i: element i of this lane's part of the run is listed
-    uint32_t start[G::RUNS / 2]; // listed before this lane's part; low half: even run, high half: odd run
-    uint32_t nnz;                // of the slice
-    bool full_block;             // some block of format tile has all its elements listed
+    mask_type mask[G::STRIPES]; // bit i: element i of this lane's part of the stripe is listed
+    uint32_t
+        start[G::STRIPES / 2]; // listed before this lane's part; low half: even stripe, high half: odd stripe
+    uint32_t nnz;              // of the slice
+    bool full_block;           // some block of format tile has all its elements listed
 };
 
 // Scan a slice.
 //   buf      the slice [n], filled up with zeros to sp_filled(n)
 //   base     with BASE: the base, filled up likewise
 //   counts   [SP_BLOCKS_MAX] in shared memory: gets the index section of format tile
-//   AT_ONCE  units of a lane and run whose code is unrolled. In fused collectives more unrolled code would
+//   AT_ONCE  units of a lane and stripe whose code is unrolled. In fused collectives more unrolled code would
 //            crowd out the code of the other roles
 // __syncwarp must separate writes to the buffers from this call, and this call from reads of counts.
 template <class G, bool BASE, uint32_t AT_ONCE = 4>
@@ -85,9 +86,9 @@ __device__ __forceinline__ sp_scan<G> sp_encode_scan(uint32_t lane, const typena
     uint32_t sum = 0;
     bool full = false;
 #pragma unroll
-    for (uint32_t r = 0; r < G::RUNS; r += 2) {
+    for (uint32_t r = 0; r < G::STRIPES; r += 2) {
         MASK m[2] = {0, 0};
-        if (r * G::RUN_ELEMS < n) {
+        if (r * G::STRIPE_ELEMS < n) {
             uint32_t upto, before, total, in_block;
 #pragma unroll 1
             for (uint32_t j0 = 0; j0 < G::ROWS; j0 += AT_ONCE) {
@@ -110,7 +111,7 @@ __device__ __forceinline__ sp_scan<G> sp_encode_scan(uint32_t lane, const typena
 #pragma unroll
             for (uint32_t i = 0; i < 2; i++) // lanes start at different units: restore the order
                 m[i] = sp_rotate<G::LANE_ELEMS>(m[i], sp_row_of<G>(lane, 0) * G::K);
-            // Two runs share a word, as a run has at most 2048 elements.
+            // Two stripes share a word, as a stripe has at most 2048 elements.
             before = sp_count(m[0]) | sp_count(m[1]) << 16;
             upto = sp_warp_sum(before, lane);
             before = upto - before;
@@ -118,8 +119,8 @@ __device__ __forceinline__ sp_scan<G> sp_encode_scan(uint32_t lane, const typena
             in_block = __shfl_up_sync(~0u, upto, G::BLOCK_LANES);
             in_block = upto - (lane >= G::BLOCK_LANES ? in_block : 0);
             if (lane % G::BLOCK_LANES == G::BLOCK_LANES - 1) {
-                counts[r * G::RUN_BLOCKS + lane / G::BLOCK_LANES] = (uint8_t)in_block;
-                counts[(r + 1) * G::RUN_BLOCKS + lane / G::BLOCK_LANES] = (uint8_t)(in_block >> 16);
+                counts[r * G::STRIPE_BLOCKS + lane / G::BLOCK_LANES] = (uint8_t)in_block;
+                counts[(r + 1) * G::STRIPE_BLOCKS + lane / G::BLOCK_LANES] = (uint8_t)(in_block >> 16);
                 full |= (in_block & 0xffff) == SP_TILE_ELEMS || in_block >> 16 == SP_TILE_ELEMS;
             }
             s.start[r / 2] = before + (sum | (sum + (total & 0xffff)) << 16);
@@ -149,10 +150,10 @@ __device__ __forceinline__ void sp_encode_entries(uint32_t lane, const typename 
     uint8_t *offsets = frame + at.meta;
     uint32_t *index = (uint32_t *)(frame + at.index);
 #pragma unroll
-    for (uint32_t r = 0; r < G::RUNS; r++) {
+    for (uint32_t r = 0; r < G::STRIPES; r++) {
         uint32_t k = first_k + (s.start[r / 2] >> r % 2 * 16 & 0xffff);
         for (MASK left = s.mask[r]; left != 0; left &= left - 1, k++) {
-            uint32_t i = r * G::RUN_ELEMS + lane * G::LANE_ELEMS + sp_lowest(left);
+            uint32_t i = r * G::STRIPE_ELEMS + lane * G::LANE_ELEMS + sp_lowest(left);
             values[k] = buf[i];
             if (clear != nullptr)
                 clear[i] = 0;

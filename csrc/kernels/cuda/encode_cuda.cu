@@ -145,7 +145,7 @@ template <int BYTES, bool BASE> struct sp_pici_encoder {
         for (uint32_t u = threadIdx.x; u < units; u += SP_CODEC_THREADS)
             sp_store16(dst + at.values + u * 16, ((const uint4 *)smem.buf[0])[u]);
 #pragma unroll
-        for (uint32_t t = 0; t < C::N_TILES; t++)
+        for (uint32_t t = 0; t < C::N_PICI_TILES; t++)
 #pragma unroll
             for (uint32_t c = 0; c < C::EACH; c++)
                 if (mine.tile + t < n_tiles)
@@ -154,7 +154,7 @@ template <int BYTES, bool BASE> struct sp_pici_encoder {
         if (cta.warp == 0 && cta.lane < SP_COLUMN_TOTALS) {
             uint32_t prefix = 0; // of tile number `lane`; past the last tile: padding
 #pragma unroll
-            for (uint32_t i = 0; i < G::TILES * C::SHARED_BY; i++)
+            for (uint32_t i = 0; i < G::PICI_TILES * C::SHARED_BY; i++)
                 prefix += i / C::SHARED_BY < cta.lane && cta.lane < n_tiles ? smem.totals.columns[i] : 0;
             ((uint32_t *)(dst + at.index))[cta.lane] = prefix;
             ((uint4 *)dst)[cta.lane] = sp_header_unit(cta.lane, SPCCL_FORMAT_PICI, a.dtype, BASE, n, nnz, at);

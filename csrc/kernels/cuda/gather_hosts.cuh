@@ -11,7 +11,7 @@
 
 #include "kernels/cuda/roles.cuh"
 
-// The sending end of a worker's rings of relayed results. Lane `place slot` has the ring in that peer's inbox.
+// The sending end of a worker's rings of relayed results. Lane `local slot` has the ring in that peer's inbox.
 struct sp_relay_side {
     const sp_warp_context<true> &ctx;
     uint32_t *posted; // L: the link's entry of the worker's progress table
@@ -121,7 +121,7 @@ struct sp_relay_side {
 };
 
 // The gatherer. Lane 16 + i has the link of results of index i, lane i < 16 that of relayed results of index i.
-// Entries of the receive side: without relays the index. With relays the place slot of the peer on this host whose frame it
+// Entries of the receive side: without relays the index. With relays the local slot of the peer on this host whose frame it
 // is, and one more for the result of another host.
 template <class G, bool REDUCES> struct sp_host_gatherer {
     typedef typename G::U U;

@@ -143,7 +143,7 @@ template <class G, bool BULK, bool REMOTE> struct sp_recv_side {
     }
     // With REMOTE: entry i = the contribution of the i-th peer after peer number k in rank order, for all entries. The
     // frames of the links before must have been taken, and nothing is prefetched.
-    __device__ __forceinline__ void turn_to(uint32_t k)
+    __device__ __forceinline__ void select(uint32_t k)
     {
         if (k == links.first_k)
             return;

@@ -234,7 +234,7 @@ template <class T, class G, bool REMOTE> struct sp_owner {
           send_side(context, r.send_side, &b),
           recv_side(context, SP_INBOX_INPUT, r.pool,
                     is_sum() ? SP_OWN_POOL_BYTES : SP_OWN_POOL_BYTES - SP_LISTED_BYTES, nullptr,
-                    sp_turn_links(context.n_peers))
+                    sp_batch_links(context.n_peers))
     {
     }
     __device__ __forceinline__ bool is_sum() const
@@ -283,7 +283,7 @@ template <class T, class G, bool REMOTE> struct sp_owner {
             return true;
         if (!recv_side.give_credit(t, bad, recv_side.queue))
             return false;
-        recv_side.turn_to(k);
+        recv_side.select(k);
         return recv_side.take(t, n);
     }
     // Add one rank's contribution to slice t of n elements. 0, or 1 + the slot whose frame this lane found
@@ -386,7 +386,7 @@ template <class T, class G, bool REMOTE> struct sp_owner {
         sp_zero_units(ctx.lane, smem.sums, G::UNITS * sizeof(A) / sizeof(U));
         if (ctx.n_peers != 0) {
             if constexpr (REMOTE)
-                recv_side.turn_to(0);
+                recv_side.select(0);
             if (!recv_side.take(t, r.n))
                 return false;
             if (is_sum() && takes_all()) // else the pool is too small for two slices

@@ -61,7 +61,7 @@ struct __align__(16) sp_gather_smem
 
 // In groups on several hosts: how many contributions an owner takes at a time. All of them if the pool has an entry for
 // each; otherwise 8, so that each has more space in the pool.
-__device__ __forceinline__ uint32_t sp_turn_links(uint32_t n_peers)
+__device__ __forceinline__ uint32_t sp_batch_links(uint32_t n_peers)
 {
     return n_peers < SP_GPU_HOST_RANKS_MAX ? n_peers : 8;
 }
@@ -263,11 +263,11 @@ __device__ __forceinline__ void sp_relay(const sp_warp_context<REMOTE> &ctx, sp_
     sp_shard own = split.shard(ctx.me());
     sp_send_side<REMOTE> send_side(ctx, smem.send_side, &progress);
     sp_recv_side<G, true, REMOTE> recv_side(ctx, SP_INBOX_INPUT, smem.buf + SP_INBOX_SLICE_BYTES,
-                                            SP_INBOX_SLICE_BYTES, smem.barriers, sp_turn_links(ctx.n_peers));
+                                            SP_INBOX_SLICE_BYTES, smem.barriers, sp_batch_links(ctx.n_peers));
     bool ok = true;
     if constexpr (REMOTE) {
         uint32_t k = root - (root > ctx.me() ? 1 : 0);
-        recv_side.turn_to(k - k % recv_side.n_entries());
+        recv_side.select(k - k % recv_side.n_entries());
     }
     for (uint32_t t = 0; ok && t < split.n_slices; t++) {
         sp_range r = split.range(own, t);

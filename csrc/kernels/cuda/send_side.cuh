@@ -128,7 +128,7 @@ template <bool REMOTE> struct sp_send_side : sp_send_links<REMOTE> {
         ctx.state(q())->sent_off[link_number()] = off;
     }
     // With REMOTE: give the lanes the links of the route.
-    __device__ __forceinline__ void turn_to(const sp_route &r)
+    __device__ __forceinline__ void select(const sp_route &r)
     {
         uint32_t first = r.first / 16 * 16;
         if (r.queue != SP_INBOX_INPUT || first == this->first_link)
@@ -210,7 +210,7 @@ template <bool REMOTE> struct sp_send_side : sp_send_links<REMOTE> {
     {
         bool ok = true;
         if constexpr (REMOTE)
-            turn_to(r);
+            select(r);
         if (is_on(r)) {
             uint32_t left = ring_bytes - off, skip = left < bytes ? left : 0;
             if (skip + bytes > free_bytes) {

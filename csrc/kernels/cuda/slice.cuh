@@ -1,9 +1,9 @@
 // slice.cuh - a slice in shared memory: which lane has which elements, loading and storing.
 //
 // One warp has a slice or, in the codec, a part of one. Nothing here waits for another warp. A slice lies in
-// shared memory in the order of the array, in units of 16 bytes. For scanning it is divided into runs. In a
-// run each lane has ROWS neighbouring units, so that elements are ordered by lane. Each lane starts with
-// another one of its units (sp_row_of), so that all banks are used. A run holds whole tile blocks and whole
+// shared memory in the order of the array, in units of 16 bytes. For scanning it is divided into stripes. In a
+// stripe each lane has ROWS neighbouring units, so that elements are ordered by lane. Each lane starts with
+// another one of its units (sp_row_of), so that all banks are used. A stripe holds whole tile blocks and whole
 // pici rows.
 #ifndef SP_SLICE_CUH
 #define SP_SLICE_CUH
@@ -18,29 +18,29 @@ template <class UINT, uint32_t BYTES> struct sp_geometry {
     typedef UINT U;
     static constexpr uint32_t E = sizeof(UINT);
     static constexpr uint32_t K = 16 / E;                            // elements per unit
-    static constexpr uint32_t ROWS = E > 1 && BYTES >= 8192 ? 8 : 4; // units per lane and run
+    static constexpr uint32_t ROWS = E > 1 && BYTES >= 8192 ? 8 : 4; // units per lane and stripe
     static constexpr uint32_t UNITS = BYTES / 16;
-    static constexpr uint32_t RUNS = UNITS / (32 * ROWS);
+    static constexpr uint32_t STRIPES = UNITS / (32 * ROWS);
     static constexpr uint32_t LANE_ELEMS = ROWS * K;
-    static constexpr uint32_t RUN_ELEMS = 32 * LANE_ELEMS;
-    static constexpr uint32_t MAX_ELEMS = RUNS * RUN_ELEMS;
-    static constexpr uint32_t RUN_BLOCKS = RUN_ELEMS / SP_TILE_ELEMS;             // tile blocks per run
+    static constexpr uint32_t STRIPE_ELEMS = 32 * LANE_ELEMS;
+    static constexpr uint32_t MAX_ELEMS = STRIPES * STRIPE_ELEMS;
+    static constexpr uint32_t STRIPE_BLOCKS = STRIPE_ELEMS / SP_TILE_ELEMS;       // tile blocks per stripe
     static constexpr uint32_t N_BLOCKS = MAX_ELEMS / SP_TILE_ELEMS;               // at most 64
     static constexpr uint32_t BLOCK_LANES = SP_TILE_ELEMS / LANE_ELEMS;           // lanes that share a block
-    static constexpr uint32_t TILES = (MAX_ELEMS + 4095) / 4096;                  // pici tiles
+    static constexpr uint32_t PICI_TILES = (MAX_ELEMS + 4095) / 4096;             // pici tiles
     static constexpr uint32_t TILE_ROWS = MAX_ELEMS < 4096 ? MAX_ELEMS / 64 : 64; // rows of a pici tile
-    static_assert(RUNS % 2 == 0, "runs are scanned in pairs");
-    static_assert(RUN_ELEMS % SP_TILE_ELEMS == 0 && RUN_ELEMS % 64 == 0,
-                  "blocks and rows must not straddle runs");
+    static_assert(STRIPES % 2 == 0, "stripes are scanned in pairs");
+    static_assert(STRIPE_ELEMS % SP_TILE_ELEMS == 0 && STRIPE_ELEMS % 64 == 0,
+                  "blocks and rows must not straddle stripes");
 };
 
 // The most tile blocks that a slice has.
 #define SP_BLOCKS_MAX (SP_GPU_SLICE_BYTES / SP_TILE_ELEMS)
 
-// Number of elements after filling up a slice of n elements: a multiple of two runs.
+// Number of elements after filling up a slice of n elements: a multiple of two stripes.
 template <class G> __device__ __forceinline__ uint32_t sp_filled(uint32_t n)
 {
-    return (n + 2 * G::RUN_ELEMS - 1) / (2 * G::RUN_ELEMS) * (2 * G::RUN_ELEMS);
+    return (n + 2 * G::STRIPE_ELEMS - 1) / (2 * G::STRIPE_ELEMS) * (2 * G::STRIPE_ELEMS);
 }
 // Write zeros after the last element of buf [n] in shared memory, up to sp_filled(n). One warp.
 template <class G> __device__ __forceinline__ void sp_fill(uint32_t lane, typename G::U *buf, uint32_t n)
@@ -64,7 +64,7 @@ __device__ __noinline__ void sp_slice_load_rest(uint32_t lane, typename G::U *bu
     sp_fill<G>(lane, buf, n);
 }
 
-// The unit of a run that a lane reads in turn j: its number among the lane's units. Eight neighbouring lanes
+// The unit of a stripe that a lane reads in turn j: its number among the lane's units. Eight neighbouring lanes
 // then read from different banks.
 template <class G> __device__ __forceinline__ uint32_t sp_row_of(uint32_t lane, uint32_t j)
 {
@@ -122,7 +122,7 @@ template <class G, uint32_t PENDING> struct sp_loader {
         sp_copy_wait<PENDING>();
         have = ((uintptr_t)src & 15) == 0 ? n / G::K * G::K : 0;
 #endif
-        if (have != n || n % (2 * G::RUN_ELEMS) != 0)
+        if (have != n || n % (2 * G::STRIPE_ELEMS) != 0)
             sp_slice_load_rest<G>(lane, buf, src, have, n);
         __syncwarp();
     }

@@ -41,7 +41,7 @@ _RULES: dict[str, checks.Rule] = {
 class PruningHook(HasStats):
     """Settings and state of a pruning hook. `spccl.ddp.PrunedGradients` says what each setting does.
 
-    A subclass sets `_group` and `_layouts` when it is registered, and then calls for each flat gradient `_slot`,
+    A subclass sets `_group` and `_layouts` when it is registered, and then calls for each flat gradient `_param_state`,
     `_prune_flat` and, around its all-reduce, `_limited`; `_begin_step` and `_end_step` around each backward pass.
     """
 
@@ -92,7 +92,7 @@ class PruningHook(HasStats):
         self._group: dist.ProcessGroup | None = None  # of the average
         self._norm_group: dist.ProcessGroup | None = None  # ranks that have parts of one gradient; None: no others
         self._layouts: dict[str, hook_state.Layout] = {}  # of the model's parameters, on this rank, by name
-        self._slots: dict[str, prune.Slot] = {}  # by parameter name
+        self._params: dict[str, prune.ParamState] = {}  # by parameter name
         self._plans: dict[Any, Any] = {}  # a subclass says by what
         self._devices: dict[torch.device, hook_state.OnDevice] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
@@ -114,7 +114,7 @@ class PruningHook(HasStats):
         for memory in self._devices.values():
             memory.end_step(last_bucket)
         if self.norm_every and self.step % self.norm_every == 0:
-            self._statistics.measure_residual(self._slots.values())
+            self._statistics.measure_residual(self._params.values())
 
     # -- one flat gradient -------------------------------------------------------------------------
 
@@ -125,18 +125,18 @@ class PruningHook(HasStats):
             memory = self._devices[device] = hook_state.OnDevice(len(self._layouts), device)
         return memory
 
-    def _slot(self, name: str, numel: int, pruned: bool, dtype: torch.dtype, memory: hook_state.OnDevice):
+    def _param_state(self, name: str, numel: int, pruned: bool, dtype: torch.dtype, memory: hook_state.OnDevice):
         """The state of a parameter. The first call makes it, from the loaded checkpoint if there is one."""
-        slot = self._slots.get(name)
-        if slot is None:
-            slot = prune.Slot(name, numel, pruned, memory.states[list(self._layouts).index(name)])
-            slot.state[prune.STEP] = self.step
+        param = self._params.get(name)
+        if param is None:
+            param = prune.ParamState(name, numel, pruned, memory.states[list(self._layouts).index(name)])
+            param.state[prune.STEP] = self.step
             if name in self._loaded:
-                hook_state.fill_slot(slot, self._loaded.pop(name), self._layouts[name], self.error_feedback)
+                hook_state.fill_state(param, self._loaded.pop(name), self._layouts[name], self.error_feedback)
             keeps = pruned and self.error_feedback and self.density < 1
-            slot.prepare(dtype, keeps, self.momentum > 0, self.residual_dtype)
-            self._slots[name] = slot
-        return slot
+            param.prepare(dtype, keeps, self.momentum > 0, self.residual_dtype)
+            self._params[name] = param
+        return param
 
     def _prune_flat(
         self,
@@ -230,15 +230,15 @@ class PruningHook(HasStats):
         return falling(self.density, (step - self.dense_steps + 1) / (self.warmup_steps + 1))
 
     def stats(self) -> dict[str, Any]:
-        slots = list(self._slots.values())
+        params = list(self._params.values())
         density = self.density_at(self.step)
-        return self._statistics.report(self.step, density, self._group, self._devices, slots, self._last_sent())
+        return self._statistics.report(self.step, density, self._group, self._devices, params, self._last_sent())
 
     def _last_sent(self) -> dict[str, int]:
         """Entries sent in the last complete step, by parameter name. Waits for the device."""
         columns = {device: memory.read_sent() for device, memory in self._devices.items()}
         places = {name: i for i, name in enumerate(self._layouts)}
-        return {slot.name: columns[slot.state.device][places[slot.name]] for slot in self._slots.values()}
+        return {param.name: columns[param.state.device][places[param.name]] for param in self._params.values()}
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class PruningHook(HasStats):
         """
         parameters = {name: dict(entry) for name, entry in self._loaded.items()}
         step = self.step
-        step = hook_state.pack(self._slots.values(), self._layouts, parameters, step)
+        step = hook_state.pack(self._params.values(), self._layouts, parameters, step)
         world_size = self._loaded_ranks if self._group is None else dist.get_world_size(self._group)
         return {
             "version": self._loaded_version if self._group is None else hook_state.VERSION,
@@ -275,7 +275,7 @@ class PruningHook(HasStats):
         self.seed = int(state["seed"])
         # made again from the loaded entries as buckets arrive
         self._plans.clear()
-        self._slots.clear()
+        self._params.clear()
         self._devices.clear()
         self._statistics.forget_totals()
 

@@ -159,20 +159,20 @@ class OnDevice:
 
 
 def pack(
-    slots: Iterable[prune.Slot], layouts: dict[str, Layout], parameters: dict[str, dict[str, Any]], step: int
+    params: Iterable[prune.ParamState], layouts: dict[str, Layout], parameters: dict[str, dict[str, Any]], step: int
 ) -> int:
-    """Write the state of each slot to `parameters`, by name, as `PruningHook.state_dict` describes it.
+    """Write the state of each parameter to `parameters`, by name, as `PruningHook.state_dict` describes it.
 
     Returns the steps done: `step`, or more if replays of a captured graph did more. Waits for the device.
     """
-    for slot in slots:
-        shaped = layouts[slot.name].shaped
-        unscale = 1.0 / slot.loss_scale()
-        state = slot.state.cpu()
+    for param in params:
+        shaped = layouts[param.name].shaped
+        unscale = 1.0 / param.loss_scale()
+        state = param.state.cpu()
         threshold = float(state.view(torch.float64)[prune.THRESHOLD])
-        parameters[slot.name] = {
-            "residual": None if slot.residual is None else shaped(slot.residual * unscale),
-            "velocity": None if slot.velocity is None else shaped(slot.velocity * unscale),
+        parameters[param.name] = {
+            "residual": None if param.residual is None else shaped(param.residual * unscale),
+            "velocity": None if param.velocity is None else shaped(param.velocity * unscale),
             "threshold": threshold * unscale if threshold else None,
         }
         step = max(step, int(state[prune.STEP]))  # replays of a captured graph advance this one alone
@@ -287,8 +287,8 @@ def _warn_of_version_1(who: str, convolutions: list[str]) -> None:
         )
 
 
-def fill_slot(slot: prune.Slot, entry: dict[str, Any], layout: Layout, error_feedback: bool) -> None:
+def fill_state(param: prune.ParamState, entry: dict[str, Any], layout: Layout, error_feedback: bool) -> None:
     for key in ("residual", "velocity"):
         if entry[key] is not None and (error_feedback or key != "residual"):
-            setattr(slot, key, layout.flat(entry[key], slot.state.device))
-    slot.state.view(torch.float64)[prune.LOSS_SCALE] = 1.0  # that is what state_dict() stores them in
+            setattr(param, key, layout.flat(entry[key], param.state.device))
+    param.state.view(torch.float64)[prune.LOSS_SCALE] = 1.0  # that is what state_dict() stores them in

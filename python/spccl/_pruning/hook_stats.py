@@ -64,9 +64,9 @@ class Statistics:
         totals["elems"] += self.now.elems
         totals["select_s"] += self.now.select_s
 
-    def measure_residual(self, slots: Iterable[prune.Slot]) -> None:
+    def measure_residual(self, params: Iterable[prune.ParamState]) -> None:
         """Measure the norm of all residuals. Waits for the device."""
-        kept = [(s.residual, s.loss_scale()) for s in slots if s.residual is not None]
+        kept = [(s.residual, s.loss_scale()) for s in params if s.residual is not None]
         norms = [torch.linalg.vector_norm(r, dtype=torch.float64).item() / scale for r, scale in kept]
         self._residual_norm = math.hypot(*norms)
 
@@ -76,7 +76,7 @@ class Statistics:
         density: float,
         group: dist.ProcessGroup | None,
         devices: Mapping[torch.device, OnDevice],
-        slots: Sequence[prune.Slot],
+        params: Sequence[prune.ParamState],
         sent: dict[str, int],
     ) -> dict[str, Any]:
         """What `HasStats.stats` describes. Waits for the device.
@@ -85,8 +85,8 @@ class Statistics:
         """
         last, totals = self._last or Tally(density), self._totals
         counts = [memory.read_counts() for memory in devices.values()]
-        pruned = [slot for slot in slots if slot.pruned and last.density < 1]
-        pruned_elems = sum(slot.numel for slot in pruned)
+        pruned = [param for param in params if param.pruned and last.density < 1]
+        pruned_elems = sum(param.numel for param in pruned)
         carries = {backend.name_for(group, d) for d in devices} if group is not None and group.size() > 1 else set()
         return report(
             carries,
@@ -94,10 +94,10 @@ class Statistics:
             exchanges=step,
             density_target=last.density,
             density_sent=sum(sent.values()) / max(1, last.elems),
-            density_pruned=sum(sent[slot.name] for slot in pruned) / pruned_elems if pruned_elems else None,
+            density_pruned=sum(sent[param.name] for param in pruned) / pruned_elems if pruned_elems else None,
             density_mean=sum(n for _, n, _ in counts) / max(1, totals["elems"]),
             dense_bytes=last.dense_bytes,
-            sent_bytes=sum(sent[slot.name] * slot.elem_bytes for slot in slots),
+            sent_bytes=sum(sent[param.name] * param.elem_bytes for param in params),
             wire_bytes=self._wire.read(group, devices, self._n_calls) if self._wire is not None else None,
             update_norm=math.sqrt(sum(squares for squares, _, _ in counts)) or None,
             unsent_norm=self._residual_norm,

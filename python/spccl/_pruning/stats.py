@@ -74,8 +74,8 @@ class HasStats:
 class OwnBytes:
     """The bytes that one object sends in a group that others use too.
 
-    On the host windows around the object's exchanges count them. A GPU counts in its own memory, for the whole group,
-    and a window would have to wait for it twice; there the count holds as long as nobody else runs a collective.
+    On the host intervals around the object's exchanges count them. A GPU counts in its own memory, for the whole group,
+    and an interval would have to wait for it twice; there the count holds as long as nobody else runs a collective.
 
     It keeps no group, so that its owner can be copied and pickled. `group` is the same in every call; None: no other
     ranks.
@@ -84,17 +84,17 @@ class OwnBytes:
     def __init__(self, group: dist.ProcessGroup | None):
         there = group is not None and backend.NAME in backend.names_of(group)
         self._bytes = 0
-        self._opened_at: int | None = None  # the host's count when the open window began
+        self._opened_at: int | None = None  # the host's count when the open interval began
         self._cuda_start = backend.cuda_stats(group) if there else None
 
     def begin(self, group: dist.ProcessGroup | None) -> None:
-        """Open a window, before an exchange."""
+        """Open an interval, before an exchange."""
         self.end(group)
         if group is not None and self._cuda_start is not None:
             self._opened_at = _sent_by_host(group)
 
     def end(self, group: dist.ProcessGroup | None) -> None:
-        """Close the window, if one is open, after the exchange."""
+        """Close the interval, if one is open, after the exchange."""
         if group is not None and self._opened_at is not None:
             self._bytes += _sent_by_host(group) - self._opened_at
             self._opened_at = None

@@ -321,27 +321,28 @@ def bad_input():
     grad = torch.randn(n, device=DEVICE)
     copy = grad.clone()
 
-    def slot(device=DEVICE, numel=n):
-        made = prune.Slot("weight", numel, True, torch.zeros(prune.STATE_COLUMNS, dtype=torch.int64, device=device))
+    def param(device=DEVICE, numel=n):
+        state = torch.zeros(prune.STATE_COLUMNS, dtype=torch.int64, device=device)
+        made = prune.ParamState("weight", numel, True, state)
         made.prepare(torch.float32, residual=True, velocity=True)
         return made
 
-    def plan(*slots, begins=(0,)):
-        return prune.Plan(list(zip(begins, slots, strict=True)), n, torch.float32, DEVICE)
+    def plan(*params, begins=(0,)):
+        return prune.Plan(list(zip(begins, params, strict=True)), n, torch.float32, DEVICE)
 
     rule = prune.Rule(0.01, 0.001, 1.0, 0.9)
     with raises(ValueError, "overlap"):
-        plan(slot(numel=6000), slot(numel=6000), begins=(0, 4000))
+        plan(param(numel=6000), param(numel=6000), begins=(0, 4000))
     with raises(ValueError, "leaves the gradient"):
-        plan(slot(), begins=(1,))
+        plan(param(), begins=(1,))
     with raises(ValueError, "on cpu with strides"):  # state and residual on the host
-        plan(slot(torch.device("cpu")))
+        plan(param(torch.device("cpu")))
     for key, wrong in (("residual", torch.float64), ("velocity", torch.float16)):
-        bad = slot()
+        bad = param()
         setattr(bad, key, getattr(bad, key).to(wrong))
         with raises(ValueError, f"{key} of 'weight'"):
             plan(bad)
-    good = plan(slot())
+    good = plan(param())
     with raises(ValueError, "contiguous"):
         good.run(torch.stack([grad, grad], 1)[:, 0], rule)
     with raises(ValueError, "grad is on cpu"):

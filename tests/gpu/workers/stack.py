@@ -302,9 +302,9 @@ def run_prune_steps(captured, residual_dtype):
 
     n = 300_000
     state = torch.zeros(prune.STATE_COLUMNS, dtype=torch.int64, device=DEVICE)
-    slot = prune.Slot("weight", n, True, state)
-    slot.prepare(torch.float32, True, True, residual_dtype)
-    plan = prune.Plan([(0, slot)], n, torch.float32, DEVICE)
+    param = prune.ParamState("weight", n, True, state)
+    param.prepare(torch.float32, True, True, residual_dtype)
+    plan = prune.Plan([(0, param)], n, torch.float32, DEVICE)
     rule = prune.Rule(0.01, 0.001, 1.0, 0.9, dense_steps=2, warmup_steps=30, skip_zeros=True)
     grad = torch.zeros(n, device=DEVICE)
     factor, scale = torch.ones(1, device=DEVICE), torch.ones(1, device=DEVICE)
@@ -323,7 +323,7 @@ def run_prune_steps(captured, residual_dtype):
         else:
             plan.run(grad, rule, factor, scale)
         sent.append(grad.clone())
-    return (*sent, slot.residual, slot.velocity, state)
+    return (*sent, param.residual, param.velocity, state)
 
 
 def fsdp2_equals_nccl():

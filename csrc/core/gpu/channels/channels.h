@@ -64,7 +64,7 @@ static inline uint32_t sp_channels_number(const spccl_channels *c, uint32_t slot
 }
 
 /* Break the communicator if a kernel has reported a failure of a channel. Threads: any. */
-void sp_channels_look(sp_gpu_comm *g);
+void sp_channels_find_errors(sp_gpu_comm *g);
 /* Has any set of g windows that are the callers' memory? They are mapped by CUDA IPC. Not of sets that this rank has
  * destroyed: all ranks unmap those before they destroy them. */
 bool sp_channels_use_ipc(const sp_gpu_comm *g);

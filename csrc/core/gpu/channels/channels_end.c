@@ -74,7 +74,7 @@ static spccl_status describe_report(const spccl_channels *c, const spccl_channel
     return SPCCL_ERR_BUG;
 }
 
-void sp_channels_look(sp_gpu_comm *g)
+void sp_channels_find_errors(sp_gpu_comm *g)
 {
     spccl_comm *comm = g->comm;
     pthread_mutex_lock(&g->channels_mu);

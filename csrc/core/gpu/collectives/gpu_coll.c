@@ -90,21 +90,21 @@ spccl_status spccl_cuda_set_options(spccl_comm *comm, const spccl_cuda_options *
  * ever. */
 static spccl_status launch_locked(sp_gpu_comm *g, const sp_coll_args *a, void *stream, bool *launching)
 {
-    sp_gpu_turn turn;
+    sp_gpu_order order;
     unsigned long long capture;
     sp_fused_args f;
-    SP_TRY(sp_gpu_turn_begin(g, stream, &turn));
+    SP_TRY(sp_gpu_order_begin(g, stream, &order));
     f = make_args(g, a);
     g->history[f.seq % SP_GPU_HISTORY] = (sp_gpu_launch){
         .seq = f.seq, .coll = a->coll, .n_elems = a->n_elems, .dtype = a->dtype, .timeout_ns = f.timeout_ns};
-    capture = turn.capture;
+    capture = order.capture;
     if (g->proxies != NULL && g->caller_orders)
         SP_TRY(g->ops->capture_id(stream, &capture));
     *launching = true;
     sp_proxies_wake(g->proxies, capture != 0);
     SP_TRY(g->ops->fused(&f, stream));
     g->n_launches++;
-    return sp_gpu_turn_end(g, stream, &turn);
+    return sp_gpu_order_end(g, stream, &order);
 }
 
 static spccl_status submit(spccl_comm *comm, sp_coll_args *a, void *stream)
@@ -186,7 +186,7 @@ static spccl_status wait_stream(sp_gpu_comm *g, void *stream, int64_t timeout_ms
     int64_t start_ns = sp_now_ns(), deadline_ns = sp_deadline_in_ms(timeout_ms);
     for (;;) {
         spccl_status st = g->ops->stream_query(stream);
-        sp_gpu_comm_look(g->comm); /* after success too: a kernel that gives up ends as well */
+        sp_gpu_comm_find_errors(g->comm); /* after success too: a kernel that gives up ends as well */
         SP_TRY(sp_comm_broken(g->comm));
         if (st != SPCCL_AGAIN)
             return st;

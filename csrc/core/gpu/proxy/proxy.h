@@ -94,8 +94,8 @@ spccl_status sp_proxies_agree_direct(sp_proxies *r);
 void sp_proxies_find_rings(sp_proxies *r);
 /* Close the regions of a proxy. (proxy_direct.c) */
 void sp_proxy_close_regions(sp_proxy *x);
-/* Put n runs into the inbox of a peer, for the message that is reserved. Errors: PEER, FORMAT, BUG. (proxy_direct.c) */
-spccl_status sp_proxy_put_runs(sp_proxy *x, const sp_proxy_peer *p, const sp_proxy_entry *runs, uint32_t n);
+/* Put n spans into the inbox of a peer, for the message that is reserved. Errors: PEER, FORMAT, BUG. (proxy_direct.c) */
+spccl_status sp_proxy_put_spans(sp_proxy *x, const sp_proxy_peer *p, const sp_proxy_entry *spans, uint32_t n);
 /* Start the threads; all ranks have connected. Errors: SYSTEM. */
 spccl_status sp_proxies_start(sp_proxies *r);
 /* Call before each launch: no proxy may sleep. Accepts NULL. */

@@ -224,7 +224,7 @@ void sp_proxies_find_rings(sp_proxies *r)
 
 /* ---- sending ---- */
 
-static spccl_status put_run(sp_proxy *x, const sp_proxy_peer *p, const sp_proxy_entry *e)
+static spccl_status put_span(sp_proxy *x, const sp_proxy_peer *p, const sp_proxy_entry *e)
 {
     const sp_transport_puts *puts = x->r->transport->puts;
     size_t from = sp_area_ring_off(&x->r->area.pinned, p->link[e->queue], e->worker);
@@ -246,9 +246,9 @@ static spccl_status put_run(sp_proxy *x, const sp_proxy_peer *p, const sp_proxy_
     return SPCCL_OK;
 }
 
-spccl_status sp_proxy_put_runs(sp_proxy *x, const sp_proxy_peer *p, const sp_proxy_entry *runs, uint32_t n)
+spccl_status sp_proxy_put_spans(sp_proxy *x, const sp_proxy_peer *p, const sp_proxy_entry *spans, uint32_t n)
 {
     for (uint32_t i = 0; i < n; i++)
-        SP_TRY(put_run(x, p, &runs[i]));
+        SP_TRY(put_span(x, p, &spans[i]));
     return SPCCL_OK;
 }

@@ -11,9 +11,9 @@
 #define BATCH_BYTES 65536u
 /* A message takes no further ring beyond so many bytes of frames. */
 #define MESSAGE_BYTES ((size_t)256 << 10)
-/* Of each run so many bytes are read ahead. */
+/* Of each span so many bytes are read ahead. */
 #define PREFETCH_BYTES 512u
-/* The places of so many runs are fetched before they are written. */
+/* The places of so many spans are fetched before they are written. */
 #define PREFETCH_ENTRIES 12u
 /* Messages of one peer that are taken in a round. */
 #define TAKEN_MAX 16
@@ -23,7 +23,7 @@
 size_t sp_proxies_message_max(const sp_proxies *r)
 {
     return sp_proxy_data_off(2 * SP_INBOX_QUEUES * r->g->shape.n_workers) + MESSAGE_BYTES +
-           sp_proxy_run_max(sp_inbox_ring_bytes(r->g->shape));
+           sp_proxy_span_max(sp_inbox_ring_bytes(r->g->shape));
 }
 
 void sp_proxy_find_words(sp_proxy *x, int i)
@@ -62,7 +62,7 @@ static void count_arrival(const sp_proxies *r, uint32_t worker)
     __atomic_store_n(counter, *counter + 1, __ATOMIC_RELEASE); /* only its proxy writes it */
 }
 
-/* Start to fetch for writing what entry number i of a message will change: the first bytes of its run and its tail.
+/* Start to fetch for writing what entry number i of a message will change: the first bytes of its span and its tail.
  * The entry is not checked yet. */
 static void prefetch_entry(const sp_proxies *r, const sp_proxy_peer *p, const sp_proxy_reader *from,
                            uint32_t i)
@@ -70,7 +70,7 @@ static void prefetch_entry(const sp_proxies *r, const sp_proxy_peer *p, const sp
     sp_proxy_entry e;
     size_t off;
     const uint8_t *ring;
-    if (!sp_proxy_peek_entry(from, &p->at, i, &e) || !e.is_run)
+    if (!sp_proxy_peek_entry(from, &p->at, i, &e) || !e.is_span)
         return;
     off = e.position % p->at.ring_bytes;
     ring = r->host_inbox + sp_area_ring_off(&r->area.pinned, p->link[e.queue], e.worker);
@@ -94,11 +94,11 @@ static spccl_status apply_message(const sp_proxy *x, sp_proxy_peer *p, const voi
         prefetch_entry(r, p, &reader, reader.n_credits + i);
     while ((st = sp_proxy_next_entry(&reader, &p->at, &e, &data)) == SPCCL_OK) {
         uint32_t ring = e.queue * p->at.n_workers + e.worker;
-        if (e.is_run) {
+        if (e.is_span) {
             if (!p->at.direct) {
                 prefetch_entry(r, p, &reader, reader.next + PREFETCH_ENTRIES - 1);
-                sp_proxy_write_run(r->host_inbox + sp_area_ring_off(area, p->link[e.queue], e.worker),
-                                   p->at.ring_bytes, &e, data);
+                sp_proxy_write_span(r->host_inbox + sp_area_ring_off(area, p->link[e.queue], e.worker),
+                                    p->at.ring_bytes, &e, data);
             }
             p->at.arrived[ring] += e.bytes;
             store(r->host_inbox, sp_host_tail_off(area, p->link[e.queue], e.worker), p->at.arrived[ring]);
@@ -138,12 +138,12 @@ static spccl_status take_messages(sp_proxy *x, sp_proxy_peer *p, bool *moved)
 
 /* ---- sending ---- */
 
-/* The entries of the next message, in x->entries: credits, then runs. */
+/* The entries of the next message, in x->entries: credits, then spans. */
 struct batch {
-    uint32_t n_credits, n_runs;
+    uint32_t n_credits, n_spans;
     uint64_t credit_bytes; /* the most that a credit frees */
     size_t data_bytes;
-    uint32_t next; /* with runs: the ring behind the last one */
+    uint32_t next; /* with spans: the ring behind the last one */
 };
 
 /* A position that a kernel of this rank wrote into the outbox, and the bounds that it was checked against. */
@@ -215,7 +215,7 @@ static spccl_status collect_credits(sp_proxy *x, const sp_proxy_peer *p, struct 
     return SPCCL_OK;
 }
 
-/* Most runs that the next message can have: each takes at most two puts, as it may go past the end of its ring. */
+/* Most spans that the next message can have: each takes at most two puts, as it may go past the end of its ring. */
 static uint32_t runs_max(const sp_proxy *x, const sp_proxy_peer *p)
 {
     return p->at.direct ? x->r->transport->puts->room(x->ep, p->rank) / 2 : UINT32_MAX;
@@ -226,7 +226,7 @@ static const uint8_t *ring_of(const sp_proxies *r, const sp_proxy_peer *p, const
     return r->outbox + sp_area_ring_off(&r->area.pinned, p->link[e->queue], e->worker);
 }
 
-/* Start to read the first bytes of a run into the cache: sp_proxy_read_run needs them soon. */
+/* Start to read the first bytes of a span into the cache: sp_proxy_read_span needs them soon. */
 static void prefetch_run(const sp_proxies *r, const sp_proxy_peer *p, const sp_proxy_entry *e)
 {
     const uint8_t *ring = ring_of(r, p, e);
@@ -235,7 +235,7 @@ static void prefetch_run(const sp_proxies *r, const sp_proxy_peer *p, const sp_p
         __builtin_prefetch(ring + off + i);
 }
 
-/* The run of worker number k of the proxy's list, whose tail has moved. */
+/* The span of worker number k of the proxy's list, whose tail has moved. */
 static spccl_status collect_run(sp_proxy *x, const sp_proxy_peer *p, uint32_t queue, uint32_t k,
                                 struct batch *b)
 {
@@ -243,15 +243,18 @@ static spccl_status collect_run(sp_proxy *x, const sp_proxy_peer *p, uint32_t qu
              next = queue * x->n_workers + k + 1;
     uint64_t sent = p->at.sent[ring], free_to = p->at.free_to[ring];
     uint64_t tail = __atomic_load_n(&p->tails[queue][worker], __ATOMIC_ACQUIRE);
-    sp_proxy_entry *e = &x->entries[b->n_credits + b->n_runs];
+    sp_proxy_entry *e = &x->entries[b->n_credits + b->n_spans];
     SP_TRY(check_here(p, &(struct position){.what = "tail",
                                             .queue = queue,
                                             .worker = worker,
                                             .got = tail,
                                             .least = sent > free_to ? sent : free_to,
                                             .most = free_to + p->at.ring_bytes}));
-    *e = (sp_proxy_entry){
-        .is_run = true, .queue = queue, .worker = worker, .position = sent, .bytes = (uint32_t)(tail - sent)};
+    *e = (sp_proxy_entry){.is_span = true,
+                          .queue = queue,
+                          .worker = worker,
+                          .position = sent,
+                          .bytes = (uint32_t)(tail - sent)};
     if (!p->at.direct && !sp_proxy_find_skip(ring_of(x->r, p, e), p->at.ring_bytes, e, &e->skipped))
         return SP_FAIL(SPCCL_ERR_BUG,
                        "a kernel of this rank wrote no frames for rank %d (%s of worker %u) from position "
@@ -259,7 +262,7 @@ static spccl_status collect_run(sp_proxy *x, const sp_proxy_peer *p, uint32_t qu
                        p->rank, sp_proxy_queue_name(queue), worker, sent, tail);
     if (!p->at.direct)
         prefetch_run(x->r, p, e);
-    b->n_runs++;
+    b->n_spans++;
     b->data_bytes += e->bytes - e->skipped;
     b->next = next < p->at.n_queues * x->n_workers ? next : 0;
     return SPCCL_OK;
@@ -276,7 +279,7 @@ static spccl_status collect_runs(sp_proxy *x, const sp_proxy_peer *p, struct bat
         const uint64_t *words = p->tails[queue], *known = p->at.sent + (size_t)queue * p->at.n_workers;
         for (uint32_t k = next_changed(x, words, known, from, end); k < end;
              k = next_changed(x, words, known, k + 1, end)) {
-            if (b->n_runs == most || b->data_bytes >= MESSAGE_BYTES)
+            if (b->n_spans == most || b->data_bytes >= MESSAGE_BYTES)
                 return SPCCL_OK;
             SP_TRY(collect_run(x, p, queue, k, b));
         }
@@ -286,25 +289,25 @@ static spccl_status collect_runs(sp_proxy *x, const sp_proxy_peer *p, struct bat
 
 static void write_message(const sp_proxy *x, sp_proxy_peer *p, const struct batch *b, uint8_t *message)
 {
-    uint32_t n_entries = b->n_credits + b->n_runs;
+    uint32_t n_entries = b->n_credits + b->n_spans;
     size_t at = SP_PROXY_HEAD_BYTES + (size_t)n_entries * SP_PROXY_ENTRY_BYTES;
     memset(message + at, 0, sp_proxy_data_off(n_entries) - at);
     at = sp_proxy_data_off(n_entries);
-    sp_proxy_put_head(message, b->n_credits, b->n_runs);
+    sp_proxy_put_head(message, b->n_credits, b->n_spans);
     for (uint32_t i = 0; i < n_entries; i++) {
         const sp_proxy_entry *e = &x->entries[i];
         uint32_t ring = e->queue * p->at.n_workers + e->worker;
         sp_proxy_put_entry(message, i, e);
-        if (e->is_run && !p->at.direct) {
-            sp_proxy_read_run(message + at, ring_of(x->r, p, e), p->at.ring_bytes, e);
+        if (e->is_span && !p->at.direct) {
+            sp_proxy_read_span(message + at, ring_of(x->r, p, e), p->at.ring_bytes, e);
             at += e->bytes - e->skipped;
         }
-        if (e->is_run)
+        if (e->is_span)
             p->at.sent[ring] += e->bytes;
         else
             p->at.freed[ring] = e->position;
     }
-    if (b->n_runs != 0)
+    if (b->n_spans != 0)
         p->next = b->next;
 }
 
@@ -313,7 +316,7 @@ static void write_message(const sp_proxy *x, sp_proxy_peer *p, const struct batc
 static bool may_wait(const sp_proxy *x, sp_proxy_peer *p, const struct batch *b, bool *moved)
 {
     int64_t now_ns;
-    if (b->n_runs != 0 || x->thread.idle_spin_ns < SP_PROXY_CREDIT_WAIT_NS)
+    if (b->n_spans != 0 || x->thread.idle_spin_ns < SP_PROXY_CREDIT_WAIT_NS)
         return false;
     now_ns = sp_now_ns();
     if (p->waiting_since_ns == 0) {
@@ -332,16 +335,16 @@ static spccl_status send_messages(sp_proxy *x, sp_proxy_peer *p, bool *moved)
     spccl_status st;
     SP_TRY(collect_credits(x, p, &b));
     SP_TRY(collect_runs(x, p, &b));
-    if (b.n_credits + b.n_runs == 0 || p->gone_since_ns != 0)
+    if (b.n_credits + b.n_spans == 0 || p->gone_since_ns != 0)
         return SPCCL_OK;
     if (may_wait(x, p, &b, moved))
         return SPCCL_OK;
     if (b.data_bytes < BATCH_BYTES && !t->flushed(x->ep, p->rank, 0, p->n_messages))
         return SPCCL_OK;
-    bytes = sp_proxy_data_off(b.n_credits + b.n_runs) + (p->at.direct ? 0 : b.data_bytes);
+    bytes = sp_proxy_data_off(b.n_credits + b.n_spans) + (p->at.direct ? 0 : b.data_bytes);
     st = t->reserve(x->ep, p->rank, 0, bytes, &message);
     if (st == SPCCL_OK && p->at.direct)
-        st = sp_proxy_put_runs(x, p, x->entries + b.n_credits, b.n_runs);
+        st = sp_proxy_put_spans(x, p, x->entries + b.n_credits, b.n_spans);
     if (st == SPCCL_ERR_PEER)
         return note_gone(x->r, p);
     if (st != SPCCL_OK)

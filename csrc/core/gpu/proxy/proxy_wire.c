@@ -11,11 +11,11 @@
 /* All positions are multiples of this: frames and rings have whole units of 16 bytes. */
 #define UNIT 16u
 
-void sp_proxy_put_head(uint8_t *message, uint32_t n_credits, uint32_t n_runs)
+void sp_proxy_put_head(uint8_t *message, uint32_t n_credits, uint32_t n_spans)
 {
     sp_store_le32(message, MAGIC);
     sp_store_le32(message + 4, n_credits);
-    sp_store_le32(message + 8, n_runs);
+    sp_store_le32(message + 8, n_spans);
     sp_store_le32(message + 12, 0);
 }
 
@@ -25,28 +25,28 @@ void sp_proxy_put_entry(uint8_t *message, uint32_t i, const sp_proxy_entry *e)
     sp_store_le32(at, e->queue);
     sp_store_le32(at + 4, e->worker);
     sp_store_le64(at + 8, e->position);
-    sp_store_le32(at + 16, e->is_run ? e->bytes : 0);
-    sp_store_le32(at + 20, e->is_run ? e->skipped : 0);
+    sp_store_le32(at + 16, e->is_span ? e->bytes : 0);
+    sp_store_le32(at + 20, e->is_span ? e->skipped : 0);
 }
 
 spccl_status sp_proxy_open_message(sp_proxy_reader *r, const uint8_t *message, size_t bytes)
 {
-    uint64_t n_credits, n_runs, data_off;
+    uint64_t n_credits, n_spans, data_off;
     if (bytes < SP_PROXY_HEAD_BYTES || sp_load_le32(message) != MAGIC || sp_load_le32(message + 12) != 0)
         return SP_FAIL(SPCCL_ERR_FORMAT, "%zu bytes without the head of a message of rings", bytes);
     n_credits = sp_load_le32(message + 4);
-    n_runs = sp_load_le32(message + 8);
-    data_off = SP_PROXY_HEAD_BYTES + (n_credits + n_runs) * SP_PROXY_ENTRY_BYTES;
+    n_spans = sp_load_le32(message + 8);
+    data_off = SP_PROXY_HEAD_BYTES + (n_credits + n_spans) * SP_PROXY_ENTRY_BYTES;
     data_off = (data_off + 15) / 16 * 16;
     if (data_off > bytes)
         return SP_FAIL(SPCCL_ERR_FORMAT,
                        "a message of %zu bytes, too short for %" PRIu64 " credits and %" PRIu64 " runs",
-                       bytes, n_credits, n_runs);
+                       bytes, n_credits, n_spans);
     *r = (sp_proxy_reader){.message = message,
                            .data = message + data_off,
                            .data_bytes = bytes - data_off,
                            .n_credits = (uint32_t)n_credits,
-                           .n_entries = (uint32_t)(n_credits + n_runs)};
+                           .n_entries = (uint32_t)(n_credits + n_spans)};
     return SPCCL_OK;
 }
 
@@ -62,12 +62,12 @@ uint64_t sp_proxy_credit_max(uint64_t end, uint32_t ring_bytes)
     return left < SP_FRAME_HEADER_BYTES ? end + left : end;
 }
 
-bool sp_proxy_find_skip(const uint8_t *ring, uint32_t ring_bytes, const sp_proxy_entry *run,
+bool sp_proxy_find_skip(const uint8_t *ring, uint32_t ring_bytes, const sp_proxy_entry *span,
                         uint32_t *skipped)
 {
-    uint32_t left = bytes_left(ring_bytes, run->position);
+    uint32_t left = bytes_left(ring_bytes, span->position);
     *skipped = 0;
-    if (run->bytes <= left) /* a skip and the frame behind it are announced together */
+    if (span->bytes <= left) /* a skip and the frame behind it are announced together */
         return true;
     while (left >= SP_FRAME_HEADER_BYTES) {
         const uint8_t *frame = ring + ring_bytes - left;
@@ -84,29 +84,29 @@ bool sp_proxy_find_skip(const uint8_t *ring, uint32_t ring_bytes, const sp_proxy
 }
 
 /* Bytes that travel before the end of the ring. */
-static uint32_t bytes_before_end(uint32_t ring_bytes, const sp_proxy_entry *run)
+static uint32_t bytes_before_end(uint32_t ring_bytes, const sp_proxy_entry *span)
 {
-    uint32_t left = bytes_left(ring_bytes, run->position);
-    return run->bytes <= left ? run->bytes : left - run->skipped;
+    uint32_t left = bytes_left(ring_bytes, span->position);
+    return span->bytes <= left ? span->bytes : left - span->skipped;
 }
 
-void sp_proxy_read_run(uint8_t *to, const uint8_t *ring, uint32_t ring_bytes, const sp_proxy_entry *run)
+void sp_proxy_read_span(uint8_t *to, const uint8_t *ring, uint32_t ring_bytes, const sp_proxy_entry *span)
 {
-    uint32_t first = bytes_before_end(ring_bytes, run);
-    memcpy(to, ring + run->position % ring_bytes, first);
-    memcpy(to + first, ring, run->bytes - run->skipped - first);
+    uint32_t first = bytes_before_end(ring_bytes, span);
+    memcpy(to, ring + span->position % ring_bytes, first);
+    memcpy(to + first, ring, span->bytes - span->skipped - first);
 }
 
-void sp_proxy_write_run(uint8_t *ring, uint32_t ring_bytes, const sp_proxy_entry *run, const uint8_t *from)
+void sp_proxy_write_span(uint8_t *ring, uint32_t ring_bytes, const sp_proxy_entry *span, const uint8_t *from)
 {
-    uint32_t first = bytes_before_end(ring_bytes, run);
-    memcpy(ring + run->position % ring_bytes, from, first);
-    if (run->skipped >= SP_FRAME_HEADER_BYTES)
-        sp_store_le32(ring + ring_bytes - run->skipped, SP_INBOX_WRAP);
-    memcpy(ring, from + first, run->bytes - run->skipped - first);
+    uint32_t first = bytes_before_end(ring_bytes, span);
+    memcpy(ring + span->position % ring_bytes, from, first);
+    if (span->skipped >= SP_FRAME_HEADER_BYTES)
+        sp_store_le32(ring + ring_bytes - span->skipped, SP_INBOX_WRAP);
+    memcpy(ring, from + first, span->bytes - span->skipped - first);
 }
 
-size_t sp_proxy_run_max(uint32_t ring_bytes)
+size_t sp_proxy_span_max(uint32_t ring_bytes)
 {
     return (size_t)ring_bytes + SP_FRAME_HEADER_BYTES - UNIT;
 }
@@ -147,10 +147,10 @@ static spccl_status check_run(const sp_proxy_entry *e, const sp_proxy_positions 
                        e->skipped, sp_proxy_queue_name(e->queue), e->worker);
     if (e->skipped != 0 && (e->skipped % UNIT != 0 || e->skipped > left || e->bytes <= left))
         return SP_FAIL(SPCCL_ERR_FORMAT,
-                       "%u skipped bytes in a run of %u with %u to the end of its ring (%s of worker %u)",
+                       "%u skipped bytes in a span of %u with %u to the end of its ring (%s of worker %u)",
                        e->skipped, e->bytes, left, sp_proxy_queue_name(e->queue), e->worker);
     if (!at->direct && e->bytes - e->skipped > data_bytes)
-        return SP_FAIL(SPCCL_ERR_FORMAT, "a run of %u bytes in a message with %zu left",
+        return SP_FAIL(SPCCL_ERR_FORMAT, "a span of %u bytes in a message with %zu left",
                        e->bytes - e->skipped, data_bytes);
     return SPCCL_OK;
 }
@@ -158,7 +158,7 @@ static spccl_status check_run(const sp_proxy_entry *e, const sp_proxy_positions 
 static sp_proxy_entry read_entry(const sp_proxy_reader *r, uint32_t i)
 {
     const uint8_t *from = r->message + SP_PROXY_HEAD_BYTES + (size_t)i * SP_PROXY_ENTRY_BYTES;
-    return (sp_proxy_entry){.is_run = i >= r->n_credits,
+    return (sp_proxy_entry){.is_span = i >= r->n_credits,
                             .queue = sp_load_le32(from),
                             .worker = sp_load_le32(from + 4),
                             .position = sp_load_le64(from + 8),
@@ -181,7 +181,7 @@ spccl_status sp_proxy_next_entry(sp_proxy_reader *r, const sp_proxy_positions *a
     uint32_t ring;
     if (r->next == r->n_entries) {
         if (r->data_bytes != 0)
-            return SP_FAIL(SPCCL_ERR_FORMAT, "%zu bytes behind the last run of a message", r->data_bytes);
+            return SP_FAIL(SPCCL_ERR_FORMAT, "%zu bytes behind the last span of a message", r->data_bytes);
         return SPCCL_AGAIN;
     }
     *out = read_entry(r, r->next);
@@ -193,7 +193,7 @@ spccl_status sp_proxy_next_entry(sp_proxy_reader *r, const sp_proxy_positions *a
                        out->worker, sp_proxy_of(out->worker, at->n_proxies), at->n_proxies, at->proxy);
     ring = out->queue * at->n_workers + out->worker;
     r->next++;
-    if (!out->is_run)
+    if (!out->is_span)
         return check_credit(out, at, ring);
     SP_TRY(check_run(out, at, ring, r->data_bytes));
     if (at->direct)

@@ -64,7 +64,7 @@ struct sp_plugin_endpoint {
     atomic_bool has_cards;           /* it has taken them: `used` and `plugin` are valid */
     const sp_plugin *plugin; /* the thread's; valid with SP_PLUGIN_LOAD_FINE, and while it is in a call */
     _Atomic int64_t call_since_ns; /* 0: it is not in the plugin */
-    _Atomic int call_slot, call_peer, call_device, call_queue;
+    _Atomic int call_fn, call_peer, call_device, call_queue;
     int64_t slow_call_ns,
         slow_seen_ns; /* the caller's: start of a call that takes too long; when it saw that */
     pthread_mutex_t lock;

@@ -63,28 +63,28 @@ typedef int (*dereg_fn)(void *comm, void *mr);
 typedef int (*test_fn)(void *request, int *done, int *bytes);
 typedef int (*close_fn)(void *comm);
 
-#define CALL(p, type, slot) ((type)(p)->table->slots[slot])
+#define CALL(p, type, fn) ((type)(p)->table->fns[fn])
 
-static const char *const slot_names[SP_PLUGIN_N_SLOTS] = {
+static const char *const fn_names[SP_PLUGIN_N_FNS] = {
     "init",        "devices",     "getProperties", "listen",        "connect",     "accept",   "regMr",
     "regMrDmaBuf", "deregMr",     "isend",         "irecv",         "iflush",      "test",     "closeSend",
     "closeRecv",   "closeListen", "getDeviceMr",   "irecvConsumed", "makeVDevice", "finalize", "setNetAttr"};
 
-const char *sp_plugin_slot_name(enum sp_plugin_slot slot)
+const char *sp_plugin_fn_name(enum sp_plugin_fn fn)
 {
-    return slot_names[slot];
+    return fn_names[fn];
 }
 
 bool sp_plugin_complete(const sp_plugin_table *table, const char **missing)
 {
-    static const enum sp_plugin_slot needed[] = {
+    static const enum sp_plugin_fn needed[] = {
         SP_PLUGIN_INIT,       SP_PLUGIN_DEVICES,     SP_PLUGIN_GET_PROPERTIES, SP_PLUGIN_LISTEN,
         SP_PLUGIN_CONNECT,    SP_PLUGIN_ACCEPT,      SP_PLUGIN_REG_MR,         SP_PLUGIN_DEREG_MR,
         SP_PLUGIN_ISEND,      SP_PLUGIN_IRECV,       SP_PLUGIN_TEST,           SP_PLUGIN_CLOSE_SEND,
         SP_PLUGIN_CLOSE_RECV, SP_PLUGIN_CLOSE_LISTEN};
     for (size_t i = 0; i < sizeof needed / sizeof *needed; i++)
-        if (table->slots[needed[i]] == NULL) {
-            *missing = slot_names[needed[i]];
+        if (table->fns[needed[i]] == NULL) {
+            *missing = fn_names[needed[i]];
             return false;
         }
     return true;
@@ -136,7 +136,7 @@ int sp_plugin_get_device(const sp_plugin *p, int dev, sp_plugin_device *out)
 
 int sp_plugin_finalize(const sp_plugin *p)
 {
-    if (p->version < 11 || p->table->slots[SP_PLUGIN_FINALIZE] == NULL)
+    if (p->version < 11 || p->table->fns[SP_PLUGIN_FINALIZE] == NULL)
         return 0;
     return CALL(p, close_fn, SP_PLUGIN_FINALIZE)(p->context);
 }
@@ -211,7 +211,7 @@ int sp_plugin_test(const sp_plugin *p, void *request, bool *done, int *bytes)
     return result;
 }
 
-int sp_plugin_close(const sp_plugin *p, enum sp_plugin_slot slot, void *comm)
+int sp_plugin_close(const sp_plugin *p, enum sp_plugin_fn fn, void *comm)
 {
-    return CALL(p, close_fn, slot)(comm);
+    return CALL(p, close_fn, fn)(comm);
 }

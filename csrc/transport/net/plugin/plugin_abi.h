@@ -1,6 +1,6 @@
 /* plugin_abi.h - the tables of NCCL net plugins, versions 8 to 12, in our own declarations. A plugin exports
  * `ncclNetPlugin_vN`: a name and function pointers. Their order is the same in all these versions, so one list of
- * slots serves all. The parameters differ: plugin_abi.c has one cast per version, and nothing else needs to
+ * fns serves all. The parameters differ: plugin_abi.c has one cast per version, and nothing else needs to
  * know the version.
  *
  * Every function here calls the plugin, and returns the plugin's result: 0 is success. A plugin may hang: only
@@ -21,7 +21,7 @@
 #define SP_PLUGIN_DEVICES_MAX 16 /* devices that are looked at */
 #define SP_PLUGIN_PATH_CAP 400
 
-enum sp_plugin_slot {
+enum sp_plugin_fn {
     SP_PLUGIN_INIT,
     SP_PLUGIN_DEVICES,
     SP_PLUGIN_GET_PROPERTIES,
@@ -43,13 +43,13 @@ enum sp_plugin_slot {
     SP_PLUGIN_MAKE_VDEVICE, /* from version 9 on */
     SP_PLUGIN_FINALIZE,     /* from version 11 on */
     SP_PLUGIN_SET_NET_ATTR, /* from version 11 on */
-    SP_PLUGIN_N_SLOTS
+    SP_PLUGIN_N_FNS
 };
 
 /* What a plugin exports. A table of an older version ends earlier. */
 typedef struct sp_plugin_table {
     const char *name;
-    void (*slots[SP_PLUGIN_N_SLOTS])(void);
+    void (*fns[SP_PLUGIN_N_FNS])(void);
 } sp_plugin_table;
 
 typedef void (*sp_plugin_logger)(int level, unsigned long subsystems, const char *where, int line,
@@ -77,7 +77,7 @@ typedef struct sp_plugin {
 bool sp_plugin_complete(const sp_plugin_table *table, const char **missing);
 /* "system error", for a result that is not 0. */
 const char *sp_plugin_result_text(int result);
-const char *sp_plugin_slot_name(enum sp_plugin_slot slot);
+const char *sp_plugin_fn_name(enum sp_plugin_fn fn);
 
 int sp_plugin_init(sp_plugin *p, sp_plugin_logger logger);
 int sp_plugin_devices(const sp_plugin *p, int *n);
@@ -101,7 +101,7 @@ int sp_plugin_isend(const sp_plugin *p, const sp_plugin_transfer *t, void **requ
 /* `bytes` is the most that may arrive. */
 int sp_plugin_irecv(const sp_plugin *p, const sp_plugin_transfer *t, void **request);
 int sp_plugin_test(const sp_plugin *p, void *request, bool *done, int *bytes);
-/* slot: SP_PLUGIN_CLOSE_SEND, SP_PLUGIN_CLOSE_RECV or SP_PLUGIN_CLOSE_LISTEN. */
-int sp_plugin_close(const sp_plugin *p, enum sp_plugin_slot slot, void *comm);
+/* fn: SP_PLUGIN_CLOSE_SEND, SP_PLUGIN_CLOSE_RECV or SP_PLUGIN_CLOSE_LISTEN. */
+int sp_plugin_close(const sp_plugin *p, enum sp_plugin_fn fn, void *comm);
 
 #endif

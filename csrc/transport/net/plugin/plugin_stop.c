@@ -28,7 +28,7 @@ bool sp_plugin_thread_hangs(struct sp_plugin_endpoint *ep, char *out, size_t cap
         return false;
     sp_plugin_device_text(ep, atomic_load(&ep->call_device), device, sizeof device);
     snprintf(out, cap, "%s: plugin %s: %s for rank %d did not return in %lld ms (queue %d)", device,
-             ep->plugin->name, sp_plugin_slot_name((enum sp_plugin_slot)atomic_load(&ep->call_slot)), peer,
+             ep->plugin->name, sp_plugin_fn_name((enum sp_plugin_fn)atomic_load(&ep->call_fn)), peer,
              (long long)((now_ns - since_ns) / 1000000), atomic_load(&ep->call_queue));
     return true;
 }
@@ -92,11 +92,10 @@ void sp_plugin_thread_stop(struct sp_plugin_endpoint *ep)
                 "NCCL net plugin %.60s: it did not finish loading or listening while the group was closed",
                 sp_plugin_file_name(ep->found.path));
         else
-            snprintf(text, sizeof text,
-                     "plugin %.60s: %s for rank %d did not return while the group was closed",
-                     ep->plugin != NULL ? ep->plugin->name : sp_plugin_file_name(ep->found.path),
-                     sp_plugin_slot_name((enum sp_plugin_slot)atomic_load(&ep->call_slot)),
-                     atomic_load(&ep->call_peer));
+            snprintf(
+                text, sizeof text, "plugin %.60s: %s for rank %d did not return while the group was closed",
+                ep->plugin != NULL ? ep->plugin->name : sp_plugin_file_name(ep->found.path),
+                sp_plugin_fn_name((enum sp_plugin_fn)atomic_load(&ep->call_fn)), atomic_load(&ep->call_peer));
         sp_plugin_thread_abandon(ep, text);
         return;
     }

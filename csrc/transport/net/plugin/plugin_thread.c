@@ -19,12 +19,12 @@
 
 /* Before and after each call into the plugin. After it the thread may have been abandoned: it then ends, and
  * touches nothing any more. */
-static void enter(struct sp_plugin_endpoint *ep, enum sp_plugin_slot slot, int peer,
+static void enter(struct sp_plugin_endpoint *ep, enum sp_plugin_fn fn, int peer,
                   const struct sp_plugin_queue *q)
 {
     if (atomic_load(&ep->abandoned))
         pthread_exit(NULL);
-    atomic_store_explicit(&ep->call_slot, (int)slot, memory_order_relaxed);
+    atomic_store_explicit(&ep->call_fn, (int)fn, memory_order_relaxed);
     atomic_store_explicit(&ep->call_peer, peer, memory_order_relaxed);
     atomic_store_explicit(&ep->call_device, q->device, memory_order_relaxed);
     atomic_store_explicit(&ep->call_queue, (int)q->ring->queue, memory_order_relaxed);
@@ -38,10 +38,10 @@ static void leave(struct sp_plugin_endpoint *ep)
     atomic_store_explicit(&ep->call_since_ns, 0, memory_order_release);
 }
 
-/* result = call, which is `slot` of the plugin, for queue q of the peer. */
-#define SP_PLUGIN_CALL(ep, slot, peer, q, result, call)                                                      \
+/* result = call, which is `fn` of the plugin, for queue q of the peer. */
+#define SP_PLUGIN_CALL(ep, fn, peer, q, result, call)                                                        \
     do {                                                                                                     \
-        enter((ep), (slot), (peer), (q));                                                                    \
+        enter((ep), (fn), (peer), (q));                                                                      \
         (result) = (call);                                                                                   \
         leave(ep);                                                                                           \
     } while (0)
@@ -76,12 +76,12 @@ static void fail_peer(struct sp_plugin_endpoint *ep, int peer, const char *text)
 /* A call for a queue failed: the peer fails, with device, call and result in the text. Its other queues go on: what a
  * peer sent before it left must arrive. */
 static void fail_call(struct sp_plugin_endpoint *ep, int peer, struct sp_plugin_queue *q,
-                      enum sp_plugin_slot slot, int result)
+                      enum sp_plugin_fn fn, int result)
 {
     char device[80], text[SP_NET_TEXT_CAP];
     sp_plugin_device_text(ep, q->device, device, sizeof device);
     snprintf(text, sizeof text, "%s: plugin %s: %s for rank %d, queue %u, returned %d (%s)", device,
-             ep->plugin->name, sp_plugin_slot_name(slot), peer, q->ring->queue, result,
+             ep->plugin->name, sp_plugin_fn_name(fn), peer, q->ring->queue, result,
              sp_plugin_result_text(result));
     fail_peer(ep, peer, text); /* first: who sees `failed` finds the text */
     atomic_store(&q->failed, true);
@@ -389,20 +389,20 @@ static void rest(struct sp_plugin_endpoint *ep, int64_t idle_ns)
 }
 
 static void close_comm(struct sp_plugin_endpoint *ep, int peer, const struct sp_plugin_queue *q,
-                       enum sp_plugin_slot slot, void **comm)
+                       enum sp_plugin_fn fn, void **comm)
 {
     int result;
     if (*comm == NULL)
         return;
-    SP_PLUGIN_CALL(ep, slot, peer, q, result, sp_plugin_close(ep->plugin, slot, *comm));
+    SP_PLUGIN_CALL(ep, fn, peer, q, result, sp_plugin_close(ep->plugin, fn, *comm));
     if (result != 0)
         sp_log(SP_LOG_INFO, ep->base.config.rank, "plugin %s: %s for rank %d returned %d (%s)",
-               ep->plugin->name, sp_plugin_slot_name(slot), peer, result, sp_plugin_result_text(result));
+               ep->plugin->name, sp_plugin_fn_name(fn), peer, result, sp_plugin_result_text(result));
     *comm = NULL;
 }
 
 static void close_queue(struct sp_plugin_endpoint *ep, int peer, struct sp_plugin_queue *q,
-                        enum sp_plugin_slot slot)
+                        enum sp_plugin_fn fn)
 {
     int result = 0;
     if (q->comm != NULL && q->mr != NULL)
@@ -412,7 +412,7 @@ static void close_queue(struct sp_plugin_endpoint *ep, int peer, struct sp_plugi
         sp_log(SP_LOG_INFO, ep->base.config.rank, "plugin %s: deregMr for rank %d returned %d (%s)",
                ep->plugin->name, peer, result, sp_plugin_result_text(result));
     q->mr = NULL;
-    close_comm(ep, peer, q, slot, &q->comm);
+    close_comm(ep, peer, q, fn, &q->comm);
     close_comm(ep, peer, q, SP_PLUGIN_CLOSE_LISTEN, &q->listener);
 }
 
