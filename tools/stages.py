@@ -28,6 +28,7 @@ class Stage:
     fn: Callable[[], str]  # returns one line for the table; raises Skip or EnvError
     about: str
     uses: str = ""  # a build folder or .venv; stages that use the same one never run at the same time
+    after: str = ""  # a stage that must have ended first, if it runs too
 
     @property
     def stamp(self) -> Path:
@@ -63,21 +64,22 @@ def run_stage(stage: Stage) -> Result:
 
 
 class _Queue:
-    """Stages that are not started yet. A worker takes the first one whose `uses` is not in use."""
+    """Stages that are not started yet. A worker takes the first one that can start."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.n_stages, self.n_ended, self.start = len(stages), 0, time.monotonic()
         self.waiting = list(stages)
         self.results: dict[str, Result] = {}
         self.used: set[str] = set()
+        self.unfinished = {stage.name for stage in stages}
         self.changed = threading.Condition()
 
     def take(self) -> Stage | None:
-        """The next stage; None if none is left. Waits until the `uses` of one of them is not in use."""
+        """The next stage; None if none is left. Waits until one of them can start."""
         with self.changed:
             while self.waiting:
                 for stage in self.waiting:
-                    if stage.uses not in self.used:
+                    if stage.uses not in self.used and stage.after not in self.unfinished:
                         self.waiting.remove(stage)
                         self.used |= {stage.uses} - {""}
                         return stage
@@ -95,6 +97,7 @@ class _Queue:
                 self.results[stage.name] = result
                 self.n_ended += 1
                 self.used.discard(stage.uses)
+                self.unfinished.discard(stage.name)
                 self.changed.notify_all()
                 if result.outcome == "FAILED":
                     say("\n".join(["", *output, ""]))

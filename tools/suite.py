@@ -141,9 +141,9 @@ def python_tests(*options: str) -> str:
     install_iproute2()
     # Threads of torch that poll for work would take the other file's core.
     env = child_env(SPCCL_TEST_CACHE=str(BUILD / "test-cache"), OMP_NUM_THREADS="1")
-    # A test waits for other processes half of its time, so two files of tests run at the same time. They would share
+    # A test waits for other processes half of its time, so three files of tests run at the same time. They would share
     # the GPUs, so on a machine with GPUs they do not.
-    workers = [] if has_gpu() else ["-n", "2", "--dist", "loadfile"]
+    workers = [] if has_gpu() else ["-n", "3", "--dist", "loadfile"]
     return run_pytest("pytest", [*workers, *options], env)
 
 
@@ -221,8 +221,8 @@ ALL = {
     stage.name: stage
     for stage in (
         Stage("set-up", setup, ".venv with torch and the test tools, once", uses=".venv"),
-        Stage("style", style, "tests/check_*.py", uses=".venv"),
-        Stage("lint", lint, "ruff and clang-format", uses=".venv"),
+        Stage("style", style, "tests/check_*.py", after="set-up"),
+        Stage("lint", lint, "ruff and clang-format", after="set-up"),
         Stage("gcc", c_gcc, "C tests, gcc, release, 1 in 4 of the random cases; exported names", uses="build/gcc"),
         Stage("asan", c_asan, "C tests, clang, address and undefined-behaviour sanitizers"),
         Stage("gpusim", partial(ctest, "gpusim", leave_out="_slow$"), "GPU kernels, in software", uses="build/gpusim"),
@@ -242,8 +242,8 @@ ALL = {
         Stage("fuzz", fuzzers, "libFuzzer targets, clang, sanitizers"),
     )
 }
-# Long stages are first: two stages run at the same time, and the last one should not run alone for long.
-TEST_STAGES = stages("set-up", "style", "lint", "gcc", "asan", "pytest", "gpusim")
+# Long stages are first: the last one should not run alone for long.
+TEST_STAGES = stages("set-up", "gcc", "pytest", "asan", "gpusim", "style", "lint")
 TEST_ALL_STAGES = [*TEST_STAGES, *(stage for stage in ALL.values() if stage not in TEST_STAGES)]
 CHECK_STAGES = [
     *stages("style", "lint"),
