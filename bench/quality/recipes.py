@@ -18,12 +18,21 @@ class Recipe:
         warmup: steps in which the density falls geometrically from 1 to `density`.
         every: local steps between two exchanges.
         moment: second moment that divides the update: "local", "corrected" (v/N + (1-1/N) m^2), "unbiased",
-            "ratio" (v times a factor per matrix that estimates averaged over local), "scaled" (v/N).
+            "ratio" (v times a factor per matrix that estimates averaged over local), "scaled" (v/N), "averaged" (of
+            the averaged gradient, see refresh), "oracle" (the same in each step, its bytes not counted).
+        refresh: moment=averaged: steps between two dense exchanges of the gradient in bfloat16, whose bytes count.
+            The second moment changes in these steps and in the warm-up.
         select: "top" (largest of each matrix, by a threshold from a sample), "chunk" (exactly the largest k of each
             4096), "rotate" (all workers send the same slices, in turn).
         power: "top" ranks entries by |e| * v**(power / 4).
-        wire: dtype of the exchanged values: "float32", "bfloat16", or "2bit" with select=chunk: sign and one of two
-            levels per chunk, in an all-gather.
+        wire: dtype of the exchanged values: "float32", "bfloat16", "2bit" with select=chunk: sign and one of two
+            levels per chunk, in an all-gather, or "1bit": signs of all entries and one magnitude per `chunk` entries,
+            of what a worker sends and of the sums; a worker and a shard's owner keep the error. In the warm-up all
+            entries are sent in bfloat16.
+        chunk, magnitude: wire=1bit: entries of a magnitude, which is their "mean" or "rms" magnitude.
+        sum_density: the owner of a shard adds the sum to what it kept, sends about this fraction of each matrix, the
+            largest, and keeps the rest; 0: all. In the warm-up it falls as the density does.
+        sum_decay: factor on what the owner keeps, per exchange.
         decay: factor on what stays unsent, per exchange (SparseLoCo: 0.95).
         look_ahead: a worker's own weights are the agreed ones minus this times what it has not sent.
         outer_lr, outer_momentum: Nesterov step on the averaged change (DiLoCo).
@@ -31,12 +40,17 @@ class Recipe:
 
     mode: str = "update"
     density: float = 1.0
+    sum_density: float = 0.0
+    sum_decay: float = 1.0
     warmup: int = 0
     every: int = 1
     moment: str = "corrected"
+    refresh: int = 1
     select: str = "top"
     power: int = 0
     wire: str = "bfloat16"
+    chunk: int = 4096
+    magnitude: str = "mean"
     lr: float = 1e-3
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
@@ -52,7 +66,8 @@ class Recipe:
         for name, value, known in (
             ("mode", self.mode, ("dense", "gradient", "update")),
             ("select", self.select, ("top", "chunk", "rotate")),
-            ("wire", self.wire, ("float32", "bfloat16", "2bit")),
+            ("wire", self.wire, ("float32", "bfloat16", "2bit", "1bit")),
+            ("magnitude", self.magnitude, ("mean", "rms")),
         ):
             if value not in known:
                 raise ValueError(f"recipe: {name} is {value!r}, wanted one of {', '.join(known)}")
@@ -60,6 +75,13 @@ class Recipe:
             raise ValueError(f"recipe: wire=2bit with select={self.select}, wanted select=chunk")
         if self.wire == "2bit" and (self.warmup or self.density >= 1):
             raise ValueError("recipe: wire=2bit with warmup or density=1, which send whole values; wanted neither")
+
+        if self.wire == "1bit" and (self.density < 1 or self.sum_density):
+            raise ValueError("recipe: wire=1bit with density or sum_density, wanted neither: it sends all entries")
+
+    def is_fresh(self, step: int) -> bool:
+        """Whether the second moment of the averaged gradient changes in `step` (from 1)."""
+        return step <= self.warmup or step % self.refresh == 0
 
     def density_at(self, step: int, steps: int) -> float:
         """Density of the exchange after `step` (from 1)."""

@@ -4,7 +4,8 @@
 
 The CSV gets a row per evaluation. Runs that are complete in it are skipped, so a queue that was cut off goes on where
 it was. With --checkpoints FOLDER a run goes on from its last evaluation, with the same bits as a run that was not cut
-off. Ends with status 3 if --seconds were over before the queue was done.
+off. Without --checkpoints, a run is not started that would not end within --seconds, going by the longest run so far.
+Ends with status 3 if --seconds were over before the queue was done.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--text-cache", type=Path)
     p.add_argument("--checkpoints", type=Path)
     p.add_argument("--seconds", type=float, default=1e9, help="stop at the first evaluation after so many")
+    p.add_argument("--run-seconds", type=float, default=0.0, help="longest run so far, before the first one ended")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--at-once", type=int, default=1, help="runs that share the device; for small models")
     p.add_argument("--no-compile", action="store_true")
@@ -221,9 +223,13 @@ def main() -> None:
     keep_rows(args.out, [row for state in saved if state is not None for row in state["rows"]])
     del saved
     start_file(args.out, facts_of(args, digest, train))
+    longest = 0.0 if args.checkpoints else args.run_seconds
     for i in range(0, len(jobs), args.at_once):
-        now = jobs[i : i + args.at_once]
-        ended = time.monotonic() < until and go([Run(args, job, texts) for job in now], args.evaluate_every, until)
+        now, start = jobs[i : i + args.at_once], time.monotonic()
+        ended = start + longest < until
+        ended = ended and go([Run(args, job, texts) for job in now], args.evaluate_every, until)
+        if args.checkpoints is None:
+            longest = max(longest, time.monotonic() - start)
         if not ended:
             print(f"time is over; left: {', '.join(f'{name} seed {seed}' for name, _, seed in jobs[i:])}", flush=True)
             sys.exit(3)

@@ -1,7 +1,8 @@
 """Exact simulation of N data-parallel workers on one device: a step of each recipe on stacked, flat state.
 
 State, all float32: `weights` [n] are the weights that all workers agree on; `unsent` [N, n] is what a worker has
-subtracted from its own copy and not sent yet; `m`, `v` are Adam's moments, [N, n] per worker or [1, n] global.
+subtracted from its own copy and not sent yet; `m`, `v` are Adam's moments, [N, n] per worker or [1, n] global; `kept`
+[n] is what the owners of the shards have not sent of the averages.
 """
 
 from __future__ import annotations
@@ -11,20 +12,22 @@ import math
 from collections.abc import Callable
 
 import torch
+from coding import rounded, signs, two_levels
 from model import SLICE, TILE, Layout, ModelSize, losses
 from recipes import Recipe
 from text import windows
 from torch import Tensor
-from wire import all_gather_bytes, all_reduce_bytes, chunk_bytes
+from wire import all_gather_bytes, all_reduce_bytes, chunk_bytes, dense_bytes, one_bit_bytes
 
 EPSILON = 1e-8
+GLOBAL_MOMENTS = ("oracle", "averaged")  # second moments of the averaged gradient
 SAMPLE = 4096  # entries that a threshold is estimated from
 
 
 def adam_update(m: Tensor, v: Tensor, grad: Tensor, square: Tensor, s: dict[str, Tensor]) -> None:
     """Advance the moments. `square` is the gradient whose square v averages."""
     m.add_((grad - m) * (1 - s["beta1"]))
-    v.add_((square * square - v) * (1 - s["beta2"]))
+    v.add_((square * square - v) * (1 - s["beta2"]) * s["fresh"])
 
 
 def adam_direction(m: Tensor, v: Tensor, s: dict[str, Tensor], moment: str, ratio: Tensor) -> Tensor:
@@ -39,13 +42,15 @@ def adam_direction(m: Tensor, v: Tensor, s: dict[str, Tensor], moment: str, rati
         second = second / n
     elif moment == "ratio":
         second = (second.unflatten(-1, (-1, TILE)) * ratio).flatten(-2)
+    elif moment == "averaged":  # an entry may have its first gradient since the second moment last changed
+        second = torch.maximum(second, mean * mean / n)
     return mean / (second.sqrt() + EPSILON)
 
 
 def local_step(state: dict[str, Tensor], grad: Tensor, s: dict[str, Tensor], moment: str) -> None:
     """AdamW of each worker, on its own copy of the weights: the change goes to `unsent`."""
     g = grad.float()
-    square = g.mean(0, keepdim=True) if moment == "oracle" else g
+    square = g.mean(0, keepdim=True) if moment in GLOBAL_MOMENTS else g
     adam_update(state["m"], state["v"], g, square, s)
     step = adam_direction(state["m"], state["v"], s, moment, state["ratio"])
     decay = s["decay"] * (state["weights"] - state["unsent"])
@@ -58,17 +63,6 @@ def global_step(state: dict[str, Tensor], mean: Tensor, s: dict[str, Tensor]) ->
     step = adam_direction(state["m"], state["v"], s, "local", state["ratio"])[0]
     weights = state["weights"]
     weights.mul_(1 - s["lr"] * (s["decay"] + s["global_decay"])).sub_(step * s["lr"])
-
-
-def rounded(x: Tensor, wire: str) -> Tensor:
-    """Finite float32 values as they are after a cast to `wire` ("float32" or "bfloat16") and back.
-
-    torch.compile drops such a pair of casts inside a kernel, so the bits are rounded here.
-    """
-    if wire == "float32":
-        return x
-    bits = x.view(torch.int32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
 
 
 def reaches(unsent: Tensor, v: Tensor, limit: Tensor, power: int) -> Tensor:
@@ -90,28 +84,29 @@ def chunk_listed(unsent: Tensor, n_sent: Tensor, whole: Tensor) -> Tensor:
     return (listed & (size != 0)).flatten(-2)
 
 
-def two_levels(sent: Tensor, whole: Tensor) -> Tensor:
-    """Two bits per value: sign and level. A chunk has two levels: the means of the magnitudes below and above the
-    mean. Levels are bfloat16. Chunks in `whole` stay as they are."""
-    value = sent.unflatten(-1, (-1, TILE))
-    size, there = value.abs(), value != 0
-    mean = size.sum(-1, keepdim=True) / there.sum(-1, keepdim=True).clamp(min=1)
-    high = size >= mean
-    levels = [
-        rounded((size * part).sum(-1, keepdim=True) / part.sum(-1, keepdim=True).clamp(min=1), "bfloat16")
-        for part in (there & ~high, there & high)
-    ]
-    coded = torch.where(high, levels[1], levels[0]) * value.sign()
-    return torch.where(whole[None, :, None], value, coded).flatten(-2)
-
-
 def take_listed(unsent: Tensor, listed: Tensor, whole: Tensor, wire: str, decay: Tensor) -> Tensor:
-    """Take what is listed from `unsent` and shrink the rest. Returns the average of what was sent, [1, n]."""
+    """Take what is listed from `unsent` and shrink the rest. Returns the sum of what was sent, [1, n] float32."""
     sent = torch.where(listed, unsent, 0.0)
     sent = two_levels(sent, whole) if wire == "2bit" else rounded(sent, wire)
     unsent.sub_(sent).mul_(decay)
-    total = sent.sum(0, keepdim=True)
-    return (total if wire == "2bit" else rounded(total, wire)) / unsent.shape[0]
+    return sent.sum(0, keepdim=True)
+
+
+def take_signs(unsent: Tensor, kept: Tensor, whole: Tensor, chunk: int, magnitude: str) -> Tensor:
+    """One bit at both ends. Returns the average that the owners send, [1, n]; `unsent` and `kept` hold the errors."""
+    sent = signs(unsent, whole, chunk, magnitude)
+    unsent.sub_(sent)
+    kept.add_(sent.mean(0))
+    results = signs(kept, whole, chunk, magnitude)
+    kept.sub_(results)
+    return results[None]
+
+
+def take_sums(kept: Tensor, listed: Tensor, wire: str, decay: Tensor) -> Tensor:
+    """Take what is listed from `kept` [n] and shrink the rest. Returns it as it is on the wire, [1, n]."""
+    sent = rounded(torch.where(listed, kept, 0.0), wire)
+    kept.sub_(sent).mul_(decay)
+    return sent[None]
 
 
 def average(rows: Tensor) -> Tensor:
@@ -172,11 +167,13 @@ class Simulation:
         self.state = {
             "weights": self.layout.initial(size, run["seed"]).to(self.device),
             "m": zeros(rows, n),
-            "v": zeros(1 if recipe.moment == "oracle" else rows, n),
+            "v": zeros(1 if recipe.moment in GLOBAL_MOMENTS else rows, n),
             "ratio": torch.ones(self.workers, n // TILE, 1, device=self.device),
         }
         if recipe.mode != "dense":
             self.state["unsent"] = zeros(self.workers, n)
+        if recipe.wire == "1bit" or recipe.sum_density:
+            self.state["kept"] = zeros(n)
         if recipe.outer_momentum:
             self.state["outer"] = zeros(n)
         self.sums = {"loss": zeros(1).double(), "bytes": zeros(1).double(), "density": zeros(1).double()}
@@ -214,12 +211,18 @@ class Simulation:
         r, steps = self.recipe, self.steps
         generator = torch.Generator().manual_seed(200 + seed)
         run = (steps, self.workers, self.batch)
-        columns: dict[str, list[float]] = {name: [] for name in ("lr", "density", "fix1", "fix2", "noise_part")}
+        columns: dict[str, list[float]] = {
+            name: [] for name in ("lr", "density", "fix1", "fix2", "noise_part", "fresh")
+        }
+        n_fresh = 0
         for t in range(1, steps + 1):
+            fresh = r.moment != "averaged" or r.is_fresh(t)
+            n_fresh += fresh
+            columns["fresh"].append(float(fresh))
             columns["lr"].append(r.lr_at(t, steps))
             columns["density"].append(r.density_at(t, steps) if t % r.every == 0 else 0.0)
             columns["fix1"].append(1 - r.beta1**t)
-            columns["fix2"].append(1 - r.beta2**t)
+            columns["fix2"].append(1 - r.beta2 ** max(1, n_fresh))
             noise = (1 - r.beta1) * (1 + r.beta1**t) / ((1 + r.beta1) * (1 - r.beta1**t))
             columns["noise_part"].append(min(0.95, (1 - 1 / self.workers) / max(1 - noise, 1e-3)))
         self.tables = {name: torch.tensor(values).to(self.device) for name, values in columns.items()}
@@ -232,6 +235,7 @@ class Simulation:
             "decay": r.weight_decay if r.decay_in_change else 0.0,
             "look_ahead": r.look_ahead,
             "unsent_decay": r.decay,
+            "sum_decay": r.sum_decay,
             "global_decay": 0.0 if r.decay_in_change else r.weight_decay,
         }
         self.constants = {name: torch.tensor(value, device=self.device) for name, value in constants.items()}
@@ -261,6 +265,7 @@ class Simulation:
         self.losses, self.bytes = made(losses), made(all_reduce_bytes)
         self.local_step, self.global_step = made(local_step), made(global_step)
         self.reaches, self.take_listed = made(reaches), made(take_listed)
+        self.take_signs, self.take_sums = made(take_signs), made(take_sums)
         self.average, self.write_copies = made(average), made(write_copies)
 
     # ---- one step ----
@@ -288,10 +293,18 @@ class Simulation:
             turn = (self.tile_unit + self.now // self.recipe.every) % period == 0
             limit = torch.where(turn | self.vector_tiles, 0.0, math.inf)
             return limit[None, :, None].expand(self.workers, -1, 1)
-        index = self.sample_start + (self.sample_grid + self.tables["offset"][self.now]) % self.sample_count
+        index = self.sample_index()
         score = self.state["unsent"][:, index].abs()
         if self.recipe.power:
             score = score * self.state["v"][:, index].pow(self.recipe.power / 4)
+        return self.sampled_limits(score, density)
+
+    def sample_index(self) -> Tensor:
+        """Positions of this step's sample, [matrices, SAMPLE]."""
+        return self.sample_start + (self.sample_grid + self.tables["offset"][self.now]) % self.sample_count
+
+    def sampled_limits(self, score: Tensor, density: Tensor) -> Tensor:
+        """Threshold of each tile, [rows, n / TILE, 1], from a sample's scores [rows, matrices, SAMPLE]."""
         ranked = score.sort(dim=-1, descending=True).values
         place = (density * ranked.shape[-1]).round().long().clamp(1, ranked.shape[-1]) - 1
         limit = ranked[..., place.expand(1)].squeeze(-1)
@@ -302,12 +315,18 @@ class Simulation:
     def exchange(self, density: Tensor) -> Tensor:
         """Average over the workers of what they send. Counts its bytes."""
         recipe, unsent = self.recipe, self.state["unsent"]
+        if recipe.wire == "1bit":
+            return self.exchange_signs()
         n_sent = (density * TILE).round().long().clamp(1, TILE).view(1)
         if recipe.select == "chunk":
             listed = chunk_listed(unsent, n_sent, self.vector_tiles | (n_sent == TILE))
         else:
             listed = self.reaches(unsent, self.state["v"], self.limits(density), recipe.power)
-        mean = self.take_listed(unsent, listed, self.vector_tiles, recipe.wire, self.constants["unsent_decay"])
+        total = self.take_listed(unsent, listed, self.vector_tiles, recipe.wire, self.constants["unsent_decay"])
+        if recipe.sum_density:
+            mean = self.prune_sums(total / self.workers, density)
+        else:
+            mean = (total if recipe.wire == "2bit" else rounded(total, recipe.wire)) / self.workers
         if recipe.wire == "2bit":
             n_tiles = self.layout.n_matrix_elems // TILE
             vectors = self.layout.n_params - sum(self.layout.numel(name) for name in self.layout.matrices)
@@ -316,6 +335,32 @@ class Simulation:
             self.sums["bytes"] += self.bytes(listed, mean[0] != 0, 4 if recipe.wire == "float32" else 2)
         self.sums["density"] += listed.sum() / listed.numel()
         return mean
+
+    def prune_sums(self, mean: Tensor, density: Tensor) -> Tensor:
+        """What the owners of the shards send of the averages, [1, n]."""
+        kept = self.state["kept"]
+        kept.add_(mean[0])
+        wanted = (self.recipe.sum_density / self.recipe.density * density).clamp(max=1.0)
+        limits = self.sampled_limits(kept[self.sample_index()][None].abs(), wanted)
+        listed = self.reaches(kept[None], self.state["v"], limits, 0)[0]
+        return self.take_sums(kept, listed, self.recipe.wire, self.constants["sum_decay"])
+
+    def exchange_signs(self) -> Tensor:
+        """One bit per entry at both ends; all entries in bfloat16 in the warm-up. The average, [1, n]."""
+        recipe = self.recipe
+        whole = self.vector_tiles | (self.now < recipe.warmup)
+        mean = self.take_signs(self.state["unsent"], self.state["kept"], whole, recipe.chunk, recipe.magnitude)
+        vectors = self.layout.n_params - sum(self.layout.numel(name) for name in self.layout.matrices)
+        bits = one_bit_bytes(self.layout.n_matrix_elems, recipe.chunk, self.workers)
+        bits += dense_bytes(vectors, self.workers) / 2
+        self.sums["bytes"] += torch.where(self.now < recipe.warmup, self.dense_wire_bytes, bits)
+        self.sums["density"] += 1
+        return mean
+
+    @property
+    def dense_wire_bytes(self) -> float:
+        """Bytes that a rank sends in a dense all-reduce in bfloat16, without frames."""
+        return dense_bytes(self.layout.n_params, self.workers) / 2
 
     def estimate_ratio(self, s: dict[str, Tensor]) -> None:
         """Per matrix and worker: second moment of the averaged gradient over that of the local one."""
@@ -342,6 +387,8 @@ class Simulation:
             if recipe.moment == "ratio":
                 self.estimate_ratio(s)
             self.local_step(state, self.grads, s, recipe.moment)
+            if recipe.moment == "averaged":  # in the warm-up the exchange of all entries has the average
+                self.sums["bytes"] += torch.where(self.now < recipe.warmup, 0.0, s["fresh"] * self.dense_wire_bytes)
             if exchanges:
                 mean = self.exchange(s["density"])
                 apply_outer(state, mean, recipe.outer_lr, recipe.outer_momentum)

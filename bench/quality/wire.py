@@ -64,6 +64,14 @@ def chunk_bytes(n_sent: Tensor, n_elems: int) -> Tensor:
     return 4 + index + _bytes_of(2 * n_sent)
 
 
+def one_bit_bytes(n_elems: int, chunk: int, ranks: int) -> float:
+    """Bytes that one rank sends in an all-reduce of one bit per element and a float32 magnitude per `chunk` elements:
+    shards to their owners and back, in dense frames of 128 KiB."""
+    n_bytes = -(-n_elems // 8) + 4 * -(-n_elems // chunk)
+    slices = -(-n_bytes // 131072)
+    return (n_bytes + slices * (HEADER_BYTES + ENVELOPE_BYTES)) * 2 * (ranks - 1) / ranks
+
+
 def _bytes_of(n_bits: Tensor) -> Tensor:
     return (n_bits + 7) // 8
 
