@@ -1,0 +1,152 @@
+"""The ways in which the changes of a bucket become an average on all ranks: a class for each, called by `Transfers`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .packed import Layout, add_packed, pack, packed_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from spccl._pruning.ranks import Ranks
+
+    from .bucket import Bucket
+    from .settings import Settings
+
+
+class Exchange:
+    """The interface of a way, and what fits most: one transfer, of values in the dtype of the global weights.
+
+    A state is what a way keeps of one bucket between the calls.
+    """
+
+    def __init__(self, settings: Settings, ranks: Ranks, buckets: Sequence[Bucket]):
+        self.settings, self.ranks, self.buckets = settings, ranks, buckets
+
+    def begin(self, bucket: Bucket, buffer: torch.Tensor, density: float, slot: int | None) -> Any:
+        """Select what is sent now, and start the first transfer.
+
+        Args:
+            buffer: [room(bucket.length)], until `end` returns.
+            slot: 0 or 1, which no other bucket under way has; None where any number of buckets is under way.
+        Returns: the state.
+        """
+        raise NotImplementedError
+
+    def turn(self, bucket: Bucket, state: Any) -> Any:
+        """Between two transfers: wait for the first, and start the second. Returns: the state."""
+        return state
+
+    def end(self, bucket: Bucket, buffer: torch.Tensor, state: Any) -> None:
+        """Wait, and write the average over the ranks to the first bucket.length elements of `buffer`."""
+        raise NotImplementedError
+
+    def value_bytes(self, bucket: Bucket) -> int:
+        """Bytes of a value as it is sent."""
+        return bucket.globals.element_size()
+
+    def sent_bytes(self) -> int | None:
+        """Bytes of this rank's part of an exchange, if they are not its values times value_bytes; else None."""
+        return None
+
+    def room(self, length: int) -> int:
+        """Elements that the buffer of a bucket of this length needs."""
+        return length
+
+
+class AllReduce(Exchange):
+    """One all-reduce: the sums of all ranks travel as they are.
+
+    Args:
+        averages: by device: whether the backend can average.
+        wire_dtype: in which the values of float32 buckets are sent; None: as they are.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        ranks: Ranks,
+        buckets: Sequence[Bucket],
+        averages: dict[torch.device, bool],
+        wire_dtype: torch.dtype | None = None,
+    ):
+        super().__init__(settings, ranks, buckets)
+        self._averages = averages
+        self._wire = Wire(buckets, None if ranks.world_size == 1 else wire_dtype)
+
+    def begin(self, bucket: Bucket, buffer: torch.Tensor, density: float, slot: int | None) -> Any:
+        averages = self._averages[bucket.device]
+        scale = 1.0 if averages else 1.0 / self.ranks.world_size
+        bucket.select(buffer, density, scale, self.settings)
+        packed = self._wire.buffer(bucket, slot)
+        if packed is None:
+            packed = buffer
+        else:
+            bucket.round_off(buffer, packed, scale)
+        return self.ranks.all_reduce(packed, averages), packed
+
+    def end(self, bucket: Bucket, buffer: torch.Tensor, state: Any) -> None:
+        work, packed = state
+        if work is not None:
+            work.wait()
+        if packed is not buffer:
+            buffer.copy_(packed)
+
+    def value_bytes(self, bucket: Bucket) -> int:
+        return self._wire.value_bytes(bucket)
+
+
+class TwoBits(Exchange):
+    """One all-gather of two bits per value; every rank adds what all have sent, in rank order."""
+
+    def __init__(self, settings: Settings, ranks: Ranks, buckets: Sequence[Bucket], density: float):
+        super().__init__(settings, ranks, buckets)
+        self._layout = Layout(settings.chunk, density)
+
+    def begin(self, bucket: Bucket, buffer: torch.Tensor, density: float, slot: int | None) -> Any:
+        bucket.select(buffer, density, 1.0, self.settings, levels=2)
+        return self.ranks.all_gather(pack(buffer, bucket.n_chunked, self._layout))
+
+    def end(self, bucket: Bucket, buffer: torch.Tensor, state: Any) -> None:
+        received, work = state
+        if work is not None:
+            work.wait()
+        buffer.zero_()
+        for rank, packed in enumerate(received):
+            add_packed(packed, buffer, bucket.n_chunked, self._layout, rank)
+        buffer.div_(self.ranks.world_size)
+
+    def sent_bytes(self) -> int:
+        return sum(packed_bytes(b.length, b.n_chunked, self._layout, b.globals.element_size()) for b in self.buckets)
+
+
+class Wire:
+    """Buffers for values that are sent in another dtype: two for each device that has float32 buckets.
+
+    Args: dtype: None: none are.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], dtype: torch.dtype | None):
+        self.dtype = dtype
+        most: dict[torch.device, int] = {}
+        for b in buckets:
+            if dtype is not None and b.globals.dtype == torch.float32:
+                most[b.device] = max(most.get(b.device, 0), b.length)
+        self._pairs = {d: [torch.zeros(n, dtype=dtype, device=d) for _ in range(2)] for d, n in most.items()}
+
+    def buffer(self, bucket: Bucket, slot: int | None) -> torch.Tensor | None:
+        """[bucket.length] of `dtype`; None if the values of the bucket are sent as they are."""
+        if not self._rounds(bucket):
+            return None
+        if slot is None:
+            return torch.empty(bucket.length, dtype=self.dtype, device=bucket.device)
+        return self._pairs[bucket.device][slot][: bucket.length]
+
+    def value_bytes(self, bucket: Bucket) -> int:
+        return self.dtype.itemsize if self._rounds(bucket) else bucket.globals.element_size()
+
+    def _rounds(self, bucket: Bucket) -> bool:
+        return bucket.device in self._pairs and bucket.globals.dtype == torch.float32
