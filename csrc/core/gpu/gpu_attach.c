@@ -195,9 +195,7 @@ static void start(spccl_comm *comm, sp_gpu_comm *g)
 
 static spccl_status check_call(const spccl_comm *comm)
 {
-    if (comm == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_attach: comm is NULL");
-    SP_TRY(sp_comm_check_process(comm, "spccl_cuda_attach"));
+    SP_TRY(sp_comm_check(comm, __func__));
     if (atomic_load(&comm->gpu) != NULL)
         return SP_FAIL(SPCCL_ERR_STATE, "spccl_cuda_attach: rank %d of group \"%s\" has its GPU already",
                        comm->rank, comm->name);

@@ -54,9 +54,7 @@ spccl_status sp_gpu_check_memory(const char *call, const char *what, const void 
 spccl_status sp_gpu_comm_get(spccl_comm *comm, const char *call, sp_gpu_comm **out)
 {
     sp_gpu_comm *g = NULL;
-    if (comm == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "%s: comm is NULL", call);
-    SP_TRY(sp_comm_check_process(comm, call));
+    SP_TRY(sp_comm_check(comm, call));
     g = atomic_load(&comm->gpu);
     if (g == NULL)
         return SP_FAIL(SPCCL_ERR_STATE,

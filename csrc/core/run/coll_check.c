@@ -50,9 +50,7 @@ spccl_status sp_coll_check(const spccl_comm *comm, const sp_coll_args *a, size_t
     size_t block, total, in_bytes, out_bytes;
     const uint8_t *in = a->in;
     uint8_t *out = a->out;
-    if (comm == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "%s: comm is NULL", sp_coll_name(a->coll));
-    SP_TRY(sp_comm_check_process(comm, sp_coll_name(a->coll)));
+    SP_TRY(sp_comm_check(comm, sp_coll_name(a->coll)));
     SP_TRY(check_common(comm, a, blocks ? (size_t)comm->world_size : 1, &block, &total));
     if (a->coll == SP_BROADCAST && (a->root < 0 || a->root >= comm->world_size))
         return SP_FAIL(SPCCL_ERR_ARG, "broadcast: root %d, wanted 0 to %d", a->root, comm->world_size - 1);

@@ -204,8 +204,10 @@ spccl_status spccl_comm_create(const spccl_store *given_store, int rank, int wor
     return SPCCL_OK;
 }
 
-spccl_status sp_comm_refuse_child(const spccl_comm *comm, const char *call)
+spccl_status sp_comm_refuse(const spccl_comm *comm, const char *call)
 {
+    if (comm == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "%s: comm is NULL", call);
     return SP_FAIL(
         SPCCL_ERR_STATE,
         "%s: rank %d of group \"%s\": process %d is a child of fork of process %d, which made the group. "
@@ -225,19 +227,16 @@ int spccl_comm_world_size(const spccl_comm *comm)
 
 spccl_status spccl_comm_set_timeout(spccl_comm *comm, int64_t timeout_ms)
 {
-    if (comm == NULL || timeout_ms <= 0)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_set_timeout: %s",
-                       comm == NULL ? "comm is NULL" : "timeout_ms must be above 0");
-    SP_TRY(sp_comm_check_process(comm, "spccl_comm_set_timeout"));
+    SP_TRY(sp_comm_check(comm, __func__));
+    if (timeout_ms <= 0)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_set_timeout: timeout_ms must be above 0");
     atomic_store(&comm->timeout_ms, timeout_ms);
     return SPCCL_OK;
 }
 
 spccl_status spccl_comm_async_error(spccl_comm *comm)
 {
-    if (comm == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_async_error: comm is NULL");
-    SP_TRY(sp_comm_check_process(comm, "spccl_comm_async_error"));
+    SP_TRY(sp_comm_check(comm, __func__));
     sp_comm_poll(comm);
     sp_gpu_part_here.find_errors(comm);
     return sp_comm_broken(comm);
@@ -246,9 +245,7 @@ spccl_status spccl_comm_async_error(spccl_comm *comm)
 spccl_status spccl_comm_abort(spccl_comm *comm, const char *reason)
 {
     char text[sizeof comm->error];
-    if (comm == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_abort: comm is NULL");
-    SP_TRY(sp_comm_check_process(comm, "spccl_comm_abort"));
+    SP_TRY(sp_comm_check(comm, __func__));
     snprintf(text, sizeof text, "rank %d: group \"%s\" was aborted: %s", comm->rank, comm->name,
              reason != NULL ? reason : "spccl_comm_abort was called");
     sp_comm_break(comm, SPCCL_ERR_ABORTED, text);
@@ -269,9 +266,7 @@ spccl_status spccl_comm_stats(spccl_comm *comm, spccl_stats *out)
 {
     spccl_stats stats = {0};
     const sp_exec_stats *s;
-    if (comm == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_stats: comm is NULL");
-    SP_TRY(sp_comm_check_process(comm, "spccl_comm_stats"));
+    SP_TRY(sp_comm_check(comm, __func__));
     s = &comm->exec.stats;
     stats.n_collectives = atomic_load(&s->n_collectives);
     stats.dense_bytes_sent = atomic_load(&s->dense_bytes_sent);
@@ -284,11 +279,15 @@ spccl_status spccl_comm_stats(spccl_comm *comm, spccl_stats *out)
     return sp_result_copy("spccl_stats", &stats, sizeof stats, out);
 }
 
+static spccl_status check_text(const spccl_comm *comm, const char *call, const char **out_text)
+{
+    SP_TRY(sp_comm_check(comm, call));
+    return out_text != NULL ? SPCCL_OK : SP_FAIL(SPCCL_ERR_ARG, "%s: out_text is NULL", call);
+}
+
 spccl_status spccl_comm_describe_schedule(spccl_comm *comm, size_t i, const char **out_text)
 {
-    if (comm == NULL || out_text == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_describe_schedule: comm or out_text is NULL");
-    SP_TRY(sp_comm_check_process(comm, "spccl_comm_describe_schedule"));
+    SP_TRY(check_text(comm, __func__, out_text));
     if (!sp_exec_describe_choice(&comm->exec, i, comm->schedule_text, sizeof comm->schedule_text))
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_describe_schedule: no kind of call has number %zu", i);
     *out_text = comm->schedule_text;
@@ -298,11 +297,9 @@ spccl_status spccl_comm_describe_schedule(spccl_comm *comm, size_t i, const char
 spccl_status spccl_comm_describe_link(spccl_comm *comm, int peer, const char **out_text)
 {
     const char *with_gpu;
-    if (comm == NULL || out_text == NULL || peer < 0 || peer >= comm->world_size)
-        return SP_FAIL(SPCCL_ERR_ARG,
-                       "spccl_comm_describe_link: comm or out_text is NULL, or peer %d is not in the group",
-                       peer);
-    SP_TRY(sp_comm_check_process(comm, "spccl_comm_describe_link"));
+    SP_TRY(check_text(comm, __func__, out_text));
+    if (peer < 0 || peer >= comm->world_size)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_describe_link: peer %d is not in the group", peer);
     with_gpu = sp_gpu_part_here.describe_link(comm, peer);
     *out_text = peer == comm->rank ? "itself" : with_gpu != NULL ? with_gpu : comm->links.peers[peer].text;
     return SPCCL_OK;
@@ -310,9 +307,7 @@ spccl_status spccl_comm_describe_link(spccl_comm *comm, int peer, const char **o
 
 spccl_status spccl_comm_local_ip(spccl_comm *comm, const char **out_text)
 {
-    if (comm == NULL || out_text == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_local_ip: comm or out_text is NULL");
-    SP_TRY(sp_comm_check_process(comm, "spccl_comm_local_ip"));
+    SP_TRY(check_text(comm, __func__, out_text));
     comm->local_ip[0] = '\0';
     for (int peer = 0; peer < comm->world_size && comm->local_ip[0] == '\0'; peer++) {
         const sp_link *l = &comm->links.peers[peer];

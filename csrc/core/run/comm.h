@@ -70,14 +70,14 @@ struct spccl_comm {
 /* comm.c */
 /* Errors: ARG (rank, world size, an option out of range). */
 spccl_status sp_comm_check_config(int rank, int world_size, const spccl_config *config);
-/* Return SPCCL_ERR_STATE with a text that says that this process is a child of fork. */
-spccl_status sp_comm_refuse_child(const spccl_comm *comm, const char *call);
-/* Errors: STATE (this process is a child of fork of the one that made the communicator). Every public call
- * checks this first. A child has the parent's descriptors and shared memory, but none of its threads. Threads
+/* The error of sp_comm_check. */
+spccl_status sp_comm_refuse(const spccl_comm *comm, const char *call);
+/* Errors: ARG (NULL), STATE (this process is a child of fork of the one that made the communicator). Every public
+ * call checks this first. A child has the parent's descriptors and shared memory, but none of its threads. Threads
  * that the child does not have may hold locks. */
-static inline spccl_status sp_comm_check_process(const spccl_comm *comm, const char *call)
+static inline spccl_status sp_comm_check(const spccl_comm *comm, const char *call)
 {
-    return sp_process_forked(comm->process_stamp) ? sp_comm_refuse_child(comm, call) : SPCCL_OK;
+    return comm == NULL || sp_process_forked(comm->process_stamp) ? sp_comm_refuse(comm, call) : SPCCL_OK;
 }
 
 /* request.c */

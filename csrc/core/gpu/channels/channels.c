@@ -353,7 +353,7 @@ spccl_status spccl_channels_window(const spccl_channels *c, void **device, void 
 {
     if (c == NULL || device == NULL || host == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_channels_window: channels, device or host is NULL");
-    SP_TRY(sp_comm_check_process(c->g->comm, "spccl_channels_window"));
+    SP_TRY(sp_comm_check(c->g->comm, "spccl_channels_window"));
     *device = c->window_device;
     *host = c->window_host;
     return SPCCL_OK;
@@ -366,7 +366,7 @@ static spccl_status check_handle(const spccl_channels *c, const char *call, uint
     if (c == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "%s: channels is NULL", call);
     comm = c->g->comm;
-    SP_TRY(sp_comm_check_process(comm, call));
+    SP_TRY(sp_comm_check(comm, call));
     if (c->kind != kind)
         return SP_FAIL(SPCCL_ERR_ARG, "rank %d: %s: the set has channels of kind %u, wanted %u", comm->rank,
                        call, c->kind, kind);
