@@ -1,20 +1,12 @@
-/* scan_avx2.c - finds the listed elements of a slice: one pass, one mask word per 64 elements. */
-#include "kernels/cpu/kernels.h"
+/* scan_avx2.c - finds the listed elements of a slice in AVX2: scan.inc. */
 #include "kernels/cpu/simd_avx2.h"
 
-/* Distance of the software prefetch. The hardware prefetcher stops at the end of a 4 KiB page. */
-#define SCAN_AHEAD_BYTES 4096u
+#include "kernels/cpu/scan.inc"
 
 static inline __m256i load32(const uint8_t *p)
 {
     return _mm256_loadu_si256((const void *)p);
 }
-/* Which elements are listed: those that differ from a base, or from zero; with ignores_sign, in a bit other than the
- * highest. */
-struct compared {
-    const uint8_t *base; /* or NULL */
-    bool ignores_sign;
-};
 /* Vector i of x. Elements that are not listed become -1, others 0. With ignores_sign one compare after packing is
  * faster than one for each vector: elements that are not listed become 0, others not. */
 #define SCAN_VECTOR(BITS, NO_SIGN)                                                                           \
@@ -43,18 +35,18 @@ static inline uint64_t mask16(__m256i lo, __m256i hi, struct compared with)
 {
     return mask8(_mm256_permute4x64_epi64(_mm256_packs_epi16(lo, hi), 0xd8), with);
 }
-/* scan_word_<bits>: the mask word of 64 elements. They are packed to bytes, because movemask takes one bit per
+/* scan_word_u<bits>: the mask word of 64 elements. They are packed to bytes, because movemask takes one bit per
  * byte. */
-static inline uint64_t scan_word_8(const uint8_t *x, struct compared with)
+static inline uint64_t scan_word_u8(const uint8_t *x, struct compared with)
 {
     return mask8(vector_8(x, with, 0), with) | mask8(vector_8(x, with, 1), with) << 32;
 }
-static inline uint64_t scan_word_16(const uint8_t *x, struct compared with)
+static inline uint64_t scan_word_u16(const uint8_t *x, struct compared with)
 {
     uint64_t lo = mask16(vector_16(x, with, 0), vector_16(x, with, 1), with);
     return lo | mask16(vector_16(x, with, 2), vector_16(x, with, 3), with) << 32;
 }
-static inline uint64_t scan_word_32(const uint8_t *x, struct compared with)
+static inline uint64_t scan_word_u32(const uint8_t *x, struct compared with)
 {
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     uint64_t bits = 0;
@@ -65,7 +57,7 @@ static inline uint64_t scan_word_32(const uint8_t *x, struct compared with)
     }
     return bits;
 }
-static inline uint64_t scan_word_64(const uint8_t *x, struct compared with)
+static inline uint64_t scan_word_u64(const uint8_t *x, struct compared with)
 {
     uint64_t bits = 0;
     for (size_t i = 0; i < 16; i++) {
@@ -77,65 +69,18 @@ static inline uint64_t scan_word_64(const uint8_t *x, struct compared with)
     return ~bits;
 }
 
-#define SCAN_ALL(BITS, NAME)                                                                                 \
-    static inline void scan_all_##BITS(sp_scan_args *a, const uint8_t *x, struct compared with)              \
+#define SCAN_TAIL(NAME, BITS)                                                                                \
+    static inline uint64_t scan_tail_##NAME(const uint8_t *x, struct compared with, size_t n)                \
     {                                                                                                        \
-        const size_t word_bytes = 8 * (BITS), n_words = a->n_elems / 64;                                     \
         const sp_elem_##NAME wanted = (sp_elem_##NAME)(~UINT64_C(0) >> (64 - (BITS) + with.ignores_sign));   \
-        size_t nnz = 0, w = 0;                                                                               \
-        bool full = false;                                                                                   \
-        while (w * 64 < a->n_elems) {                                                                        \
-            size_t first = w;                                                                                \
-            unsigned in_tile = 0;                                                                            \
-            for (; w < sp_min_size(first + 4, n_words); w++) {                                               \
-                for (size_t j = 0; j < word_bytes; j += 64)                                                  \
-                    _mm_prefetch((const char *)x + w * word_bytes + j + SCAN_AHEAD_BYTES, _MM_HINT_T1);      \
-                struct compared here = with;                                                                 \
-                if (with.base != NULL)                                                                       \
-                    here.base += w * word_bytes;                                                             \
-                a->mask[w] = scan_word_##BITS(x + w * word_bytes, here);                                     \
-                in_tile += sp_popcount64(a->mask[w]);                                                        \
-            }                                                                                                \
-            if (w < first + 4 && w * 64 < a->n_elems) { /* a last word of fewer than 64 elements */          \
-                uint64_t bits = 0;                                                                           \
-                for (size_t i = w * 64; i < a->n_elems; i++)                                                 \
-                    bits |= (uint64_t)((sp_get_##NAME(x, i) & wanted) !=                                     \
-                                       (with.base == NULL ? 0 : sp_get_##NAME(with.base, i)))                \
-                            << i % 64;                                                                       \
-                a->mask[w++] = bits;                                                                         \
-                in_tile += sp_popcount64(bits);                                                              \
-            }                                                                                                \
-            a->tile_nnz[first / 4] = (uint16_t)in_tile;                                                      \
-            full |= in_tile == SP_TILE_ELEMS;                                                                \
-            nnz += in_tile;                                                                                  \
-        }                                                                                                    \
-        a->nnz = nnz;                                                                                        \
-        a->has_full_tile = full;                                                                             \
+        uint64_t bits = 0;                                                                                   \
+        for (size_t i = 0; i < n; i++)                                                                       \
+            bits |= (uint64_t)((sp_get_##NAME(x, i) & wanted) !=                                             \
+                               (with.base == NULL ? 0 : sp_get_##NAME(with.base, i)))                        \
+                    << i;                                                                                    \
+        return bits;                                                                                         \
     }
-SCAN_ALL(8, u8)
-SCAN_ALL(16, u16)
-SCAN_ALL(32, u32)
-SCAN_ALL(64, u64)
-
-/* The compiler makes three copies of the loop. */
-#define SCAN_CALL(BITS)                                                                                      \
-    do {                                                                                                     \
-        if (a->base != NULL)                                                                                 \
-            scan_all_##BITS(a, a->x, (struct compared){a->base, false});                                     \
-        else if (a->ignores_sign)                                                                            \
-            scan_all_##BITS(a, a->x, (struct compared){NULL, true});                                         \
-        else                                                                                                 \
-            scan_all_##BITS(a, a->x, (struct compared){NULL, false});                                        \
-    } while (0)
-
-void sp_scan_avx2(sp_scan_args *a)
-{
-    if (a->elem_bytes == 4)
-        SCAN_CALL(32);
-    else if (a->elem_bytes == 2)
-        SCAN_CALL(16);
-    else if (a->elem_bytes == 8)
-        SCAN_CALL(64);
-    else
-        SCAN_CALL(8);
-}
+SCAN_TAIL(u8, 8)
+SCAN_TAIL(u16, 16)
+SCAN_TAIL(u32, 32)
+SCAN_TAIL(u64, 64)
