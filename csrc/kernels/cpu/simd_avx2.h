@@ -9,6 +9,7 @@
 #include <immintrin.h>
 
 #define SP_ISA_NAME(x) x##_avx2
+#define SIMD_LANES 8u
 
 /* ---- bulk ---- */
 
@@ -48,77 +49,49 @@ static inline void simd_nt_zero(uint8_t *dst, size_t bytes)
 /* ---- float16. As dtype.h demands, vcvtph2ps and vcvtps2ph make NaNs quiet and keep the upper payload bits.
  */
 
-static inline void simd_f16_to_f32(float *out, const void *in, size_t n)
+static inline void simd_f16_vector(float *out, const uint8_t *in)
 {
-    size_t i = 0;
-    for (; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(out + i,
-                         _mm256_cvtph_ps(_mm_loadu_si128((const void *)((const uint8_t *)in + i * 2))));
-    for (; i < n; i++)
-        out[i] = sp_f16_to_f32(sp_get_u16(in, i));
+    _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128((const void *)in)));
 }
-static inline void simd_f32_to_f16(void *out, const float *in, size_t n)
+static inline void simd_to_f16_vector(uint8_t *out, const float *in)
 {
-    size_t i = 0;
-    for (; i + 8 <= n; i += 8)
-        _mm_storeu_si128((void *)((uint8_t *)out + i * 2),
-                         _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
-    for (; i < n; i++)
-        sp_put_u16(out, i, sp_f16_from_f32(in[i]));
+    _mm_storeu_si128((void *)out, _mm256_cvtps_ph(_mm256_loadu_ps(in), _MM_FROUND_TO_NEAREST_INT));
 }
 
 /* ---- bfloat16 and float32 sums ---- */
 
-static inline void simd_bf16_to_f32(float *out, const void *in, size_t n)
+static inline void simd_bf16_vector(float *out, const uint8_t *in)
 {
-    size_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        __m256i v = _mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)((const uint8_t *)in + i * 2)));
-        _mm256_storeu_si256((void *)(out + i), _mm256_slli_epi32(v, 16));
-    }
-    for (; i < n; i++)
-        out[i] = sp_bf16_to_f32(sp_get_u16(in, i));
+    __m256i v = _mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)in));
+    _mm256_storeu_si256((void *)out, _mm256_slli_epi32(v, 16));
 }
-static inline void simd_f32_to_bf16(void *out, const float *in, size_t n)
+static inline void simd_to_bf16_vector(uint8_t *out, const float *in)
 {
     const __m256i half = _mm256_set1_epi32(0x7fff), one = _mm256_set1_epi32(1),
                   quiet = _mm256_set1_epi32(0x40);
-    size_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        __m256i u = _mm256_loadu_si256((const void *)(in + i)), up = _mm256_srli_epi32(u, 16);
-        __m256i odd = _mm256_and_si256(up, one);
-        __m256i r = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, half), odd), 16);
-        __m256 nan = _mm256_cmp_ps(_mm256_castsi256_ps(u), _mm256_castsi256_ps(u), _CMP_UNORD_Q);
-        r = _mm256_blendv_epi8(r, _mm256_or_si256(up, quiet), _mm256_castps_si256(nan));
-        r = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);
-        _mm_storeu_si128((void *)((uint8_t *)out + i * 2), _mm256_castsi256_si128(r));
-    }
-    for (; i < n; i++)
-        sp_put_u16(out, i, sp_bf16_from_f32(in[i]));
+    __m256i u = _mm256_loadu_si256((const void *)in), up = _mm256_srli_epi32(u, 16);
+    __m256i odd = _mm256_and_si256(up, one);
+    __m256i r = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, half), odd), 16);
+    __m256 nan = _mm256_cmp_ps(_mm256_castsi256_ps(u), _mm256_castsi256_ps(u), _CMP_UNORD_Q);
+    r = _mm256_blendv_epi8(r, _mm256_or_si256(up, quiet), _mm256_castps_si256(nan));
+    r = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);
+    _mm_storeu_si128((void *)out, _mm256_castsi256_si128(r));
 }
-/* acc[i] += x[i]. With `listed`, an x with all bits zero leaves acc as it is. If a sum is a NaN, elem.h adds
- * the whole vector again. */
-static inline void simd_sum_f32(void *acc, const void *x, size_t n, bool listed)
+static inline bool simd_sum_vector(uint8_t *to, const uint8_t *from, bool listed)
 {
-    uint8_t *to = acc;
-    const uint8_t *from = x;
-    size_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        __m256 a = _mm256_loadu_ps((const void *)(to + i * 4)),
-               v = _mm256_loadu_ps((const void *)(from + i * 4));
-        __m256 sum = _mm256_add_ps(a, v);
-        if (SP_UNLIKELY(_mm256_movemask_ps(_mm256_cmp_ps(sum, sum, _CMP_UNORD_Q)) != 0)) {
-            sp_sum_f32(to + i * 4, from + i * 4, 8, listed);
-            continue;
-        }
-        if (listed) {
-            __m256i zero = _mm256_cmpeq_epi32(_mm256_castps_si256(v), _mm256_setzero_si256());
-            sum = _mm256_blendv_ps(sum, a, _mm256_castsi256_ps(zero));
-        }
-        _mm256_storeu_ps((void *)(to + i * 4), sum);
+    __m256 a = _mm256_loadu_ps((const void *)to), v = _mm256_loadu_ps((const void *)from);
+    __m256 sum = _mm256_add_ps(a, v);
+    if (SP_UNLIKELY(_mm256_movemask_ps(_mm256_cmp_ps(sum, sum, _CMP_UNORD_Q)) != 0))
+        return false;
+    if (listed) {
+        __m256i zero = _mm256_cmpeq_epi32(_mm256_castps_si256(v), _mm256_setzero_si256());
+        sum = _mm256_blendv_ps(sum, a, _mm256_castsi256_ps(zero));
     }
-    sp_sum_f32(to + i * 4, from + i * 4, n - i, listed);
+    _mm256_storeu_ps((void *)to, sum);
+    return true;
 }
+
+#include "kernels/cpu/simd_arrays.inc"
 
 /* ---- offset lists: both functions write whole groups, up to 64 entries past the end ---- */
 

@@ -10,6 +10,7 @@
 
 #define SP_ISA_NAME(x) x##_avx512
 #define SP_SIMD_BYTES 64u
+#define SIMD_LANES 16u
 
 /* ---- bulk ---- */
 
@@ -64,74 +65,47 @@ static inline void simd_nt_zero(uint8_t *dst, size_t bytes)
 /* ---- float16. As dtype.h demands, vcvtph2ps and vcvtps2ph make NaNs quiet and keep the upper payload bits.
  */
 
-static inline void simd_f16_to_f32(float *out, const void *in, size_t n)
+static inline void simd_f16_vector(float *out, const uint8_t *in)
 {
-    size_t i = 0;
-    for (; i + 16 <= n; i += 16)
-        _mm512_storeu_ps(out + i,
-                         _mm512_cvtph_ps(_mm256_loadu_si256((const void *)((const uint8_t *)in + i * 2))));
-    for (; i < n; i++)
-        out[i] = sp_f16_to_f32(sp_get_u16(in, i));
+    _mm512_storeu_ps(out, _mm512_cvtph_ps(_mm256_loadu_si256((const void *)in)));
 }
-static inline void simd_f32_to_f16(void *out, const float *in, size_t n)
+static inline void simd_to_f16_vector(uint8_t *out, const float *in)
 {
-    size_t i = 0;
-    for (; i + 16 <= n; i += 16)
-        _mm256_storeu_si256(
-            (void *)((uint8_t *)out + i * 2),
-            _mm512_cvtps_ph(_mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    for (; i < n; i++)
-        sp_put_u16(out, i, sp_f16_from_f32(in[i]));
+    _mm256_storeu_si256((void *)out,
+                        _mm512_cvtps_ph(_mm512_loadu_ps(in), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 /* ---- bfloat16 and float32 sums ---- */
 
-static inline void simd_bf16_to_f32(float *out, const void *in, size_t n)
+static inline void simd_bf16_vector(float *out, const uint8_t *in)
 {
-    size_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-        __m512i v = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)((const uint8_t *)in + i * 2)));
-        _mm512_storeu_si512(out + i, _mm512_slli_epi32(v, 16));
-    }
-    for (; i < n; i++)
-        out[i] = sp_bf16_to_f32(sp_get_u16(in, i));
+    __m512i v = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)in));
+    _mm512_storeu_si512(out, _mm512_slli_epi32(v, 16));
 }
-static inline void simd_f32_to_bf16(void *out, const float *in, size_t n)
+static inline void simd_to_bf16_vector(uint8_t *out, const float *in)
 {
     const __m512i half = _mm512_set1_epi32(0x7fff), one = _mm512_set1_epi32(1),
                   quiet = _mm512_set1_epi32(0x40);
-    size_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-        __m512i u = _mm512_loadu_si512(in + i), up = _mm512_srli_epi32(u, 16);
-        __m512i odd = _mm512_and_si512(up, one);
-        __m512i r = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, half), odd), 16);
-        __mmask16 nan = _mm512_cmp_ps_mask(_mm512_castsi512_ps(u), _mm512_castsi512_ps(u), _CMP_UNORD_Q);
-        r = _mm512_mask_or_epi32(r, nan, up, quiet);
-        _mm256_storeu_si256((void *)((uint8_t *)out + i * 2), _mm512_cvtepi32_epi16(r));
-    }
-    for (; i < n; i++)
-        sp_put_u16(out, i, sp_bf16_from_f32(in[i]));
+    __m512i u = _mm512_loadu_si512(in), up = _mm512_srli_epi32(u, 16);
+    __m512i odd = _mm512_and_si512(up, one);
+    __m512i r = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, half), odd), 16);
+    __mmask16 nan = _mm512_cmp_ps_mask(_mm512_castsi512_ps(u), _mm512_castsi512_ps(u), _CMP_UNORD_Q);
+    r = _mm512_mask_or_epi32(r, nan, up, quiet);
+    _mm256_storeu_si256((void *)out, _mm512_cvtepi32_epi16(r));
 }
-/* acc[i] += x[i]. With `listed`, an x with all bits zero leaves acc as it is. If a sum is a NaN, elem.h adds
- * the whole vector again. */
-static inline void simd_sum_f32(void *acc, const void *x, size_t n, bool listed)
+static inline bool simd_sum_vector(uint8_t *to, const uint8_t *from, bool listed)
 {
-    uint8_t *to = acc;
-    const uint8_t *from = x;
-    size_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-        __m512 a = _mm512_loadu_ps(to + i * 4), v = _mm512_loadu_ps(from + i * 4), sum = _mm512_add_ps(a, v);
-        if (SP_UNLIKELY(_mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q) != 0)) {
-            sp_sum_f32(to + i * 4, from + i * 4, 16, listed);
-            continue;
-        }
-        if (listed)
-            sum = _mm512_mask_mov_ps(
-                a, _mm512_test_epi32_mask(_mm512_castps_si512(v), _mm512_castps_si512(v)), sum);
-        _mm512_storeu_ps(to + i * 4, sum);
-    }
-    sp_sum_f32(to + i * 4, from + i * 4, n - i, listed);
+    __m512 a = _mm512_loadu_ps(to), v = _mm512_loadu_ps(from), sum = _mm512_add_ps(a, v);
+    if (SP_UNLIKELY(_mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q) != 0))
+        return false;
+    if (listed)
+        sum = _mm512_mask_mov_ps(a, _mm512_test_epi32_mask(_mm512_castps_si512(v), _mm512_castps_si512(v)),
+                                 sum);
+    _mm512_storeu_ps(to, sum);
+    return true;
 }
+
+#include "kernels/cpu/simd_arrays.inc"
 
 /* ---- offset lists: both functions write whole vectors, up to 64 entries past the end ---- */
 
