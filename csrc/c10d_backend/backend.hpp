@@ -213,9 +213,10 @@ class Backend final : public c10d::Backend
     c10::intrusive_ptr<c10d::Work> start_reduce_scatter(Launch launch, const at::Tensor &output,
                                                         const at::Tensor &input,
                                                         const c10d::ReduceScatterOptions &opts);
-    /* Start `one(i)` for every i < n without waiting in between; returns one Work for all. */
-    c10::intrusive_ptr<c10d::Work> coalesced(size_t n, bool async, c10d::OpType type,
-                                             c10::function_ref<c10::intrusive_ptr<c10d::Work>(size_t)> one);
+    /* Start one(i, whether it returns a Work) for every tensor without waiting in between; returns one Work for all. */
+    c10::intrusive_ptr<c10d::Work>
+    coalesced(const std::vector<at::Tensor> &tensors, bool async, c10d::OpType type,
+              c10::function_ref<c10::intrusive_ptr<c10d::Work>(size_t, bool)> one);
 
     const c10::intrusive_ptr<c10d::Store> store_;
     const GroupSettings settings_;

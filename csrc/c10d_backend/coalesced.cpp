@@ -5,23 +5,15 @@
 namespace spccl_torch
 {
 
-namespace
-{
-bool first_is_cuda(const std::vector<at::Tensor> &tensors)
-{
-    return !tensors.empty() && tensors[0].is_cuda();
-}
-} // namespace
-
 c10::intrusive_ptr<c10d::Work>
-Backend::coalesced(size_t n, bool async, c10d::OpType type,
-                   c10::function_ref<c10::intrusive_ptr<c10d::Work>(size_t)> one)
+Backend::coalesced(const std::vector<at::Tensor> &tensors, bool async, c10d::OpType type,
+                   c10::function_ref<c10::intrusive_ptr<c10d::Work>(size_t, bool)> one)
 {
-    if (!async && n == 0)
+    if (!async && tensors.empty())
         return nullptr;
     std::vector<c10::intrusive_ptr<c10d::Work>> parts;
-    for (size_t i = 0; i < n; i++)
-        parts.push_back(one(i));
+    for (size_t i = 0; i < tensors.size(); i++)
+        parts.push_back(one(i, async || !tensors[0].is_cuda()));
     auto work = c10::make_intrusive<MultiWork>(rank_, type, std::move(parts));
     if (async)
         return work;
@@ -32,11 +24,9 @@ Backend::coalesced(size_t n, bool async, c10d::OpType type,
 c10::intrusive_ptr<c10d::Work> Backend::allreduce_coalesced(std::vector<at::Tensor> &tensors,
                                                             const c10d::AllreduceCoalescedOptions &opts)
 {
-    c10d::AllreduceOptions each = opts;
-    each.asyncOp = opts.asyncOp || !first_is_cuda(tensors);
-    return coalesced(tensors.size(), opts.asyncOp, c10d::OpType::ALLREDUCE_COALESCED, [&](size_t i) {
+    return coalesced(tensors, opts.asyncOp, c10d::OpType::ALLREDUCE_COALESCED, [&](size_t i, bool async) {
         std::vector<at::Tensor> one{tensors[i]};
-        return allreduce(one, each);
+        return allreduce(one, with_async<c10d::AllreduceOptions>(opts, async));
     });
 }
 
@@ -50,41 +40,40 @@ c10::intrusive_ptr<c10d::Work> Backend::allgather_coalesced(std::vector<std::vec
         TORCH_CHECK_VALUE(list.size() == inputs.size(), "spccl: ", name,
                           ": a list of output_tensor_lists has ", std::to_string(list.size()),
                           " tensors, wanted ", std::to_string(inputs.size()), ", one per input tensor");
-    c10d::AllgatherOptions each = opts;
-    each.asyncOp = opts.asyncOp || !first_is_cuda(inputs);
-    return coalesced(inputs.size(), opts.asyncOp, c10d::OpType::ALLGATHER_COALESCED, [&](size_t i) {
+    return coalesced(inputs, opts.asyncOp, c10d::OpType::ALLGATHER_COALESCED, [&](size_t i, bool async) {
         std::vector<std::vector<at::Tensor>> out(1);
         for (const auto &of_rank : outputs)
             out[0].push_back(of_rank[i]);
         std::vector<at::Tensor> in{inputs[i]};
-        return allgather(out, in, each);
+        return allgather(out, in, with_async(opts, async));
     });
+}
+
+static void check_pairs(const std::vector<at::Tensor> &outputs, const std::vector<at::Tensor> &inputs,
+                        const char *name)
+{
+    TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "spccl: ", name, ": ", std::to_string(outputs.size()),
+                      " outputs for ", std::to_string(inputs.size()), " inputs");
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::allgather_into_tensor_coalesced(std::vector<at::Tensor> &outputs,
                                                                         std::vector<at::Tensor> &inputs,
                                                                         const c10d::AllgatherOptions &opts)
 {
-    TORCH_CHECK_VALUE(outputs.size() == inputs.size(),
-                      "spccl: all_gather_into_tensor_coalesced: ", std::to_string(outputs.size()),
-                      " outputs for ", std::to_string(inputs.size()), " inputs");
-    c10d::AllgatherOptions each = opts;
-    each.asyncOp = opts.asyncOp || !first_is_cuda(inputs);
-    return coalesced(inputs.size(), opts.asyncOp, c10d::OpType::COALESCED,
-                     [&](size_t i) { return _allgather_base(outputs[i], inputs[i], each); });
+    check_pairs(outputs, inputs, "all_gather_into_tensor_coalesced");
+    return coalesced(inputs, opts.asyncOp, c10d::OpType::COALESCED, [&](size_t i, bool async) {
+        return _allgather_base(outputs[i], inputs[i], with_async(opts, async));
+    });
 }
 
 c10::intrusive_ptr<c10d::Work>
 Backend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor> &outputs, std::vector<at::Tensor> &inputs,
                                          const c10d::ReduceScatterOptions &opts)
 {
-    TORCH_CHECK_VALUE(outputs.size() == inputs.size(),
-                      "spccl: reduce_scatter_tensor_coalesced: ", std::to_string(outputs.size()),
-                      " outputs for ", std::to_string(inputs.size()), " inputs");
-    c10d::ReduceScatterOptions each = opts;
-    each.asyncOp = opts.asyncOp || !first_is_cuda(inputs);
-    return coalesced(inputs.size(), opts.asyncOp, c10d::OpType::COALESCED,
-                     [&](size_t i) { return _reduce_scatter_base(outputs[i], inputs[i], each); });
+    check_pairs(outputs, inputs, "reduce_scatter_tensor_coalesced");
+    return coalesced(inputs, opts.asyncOp, c10d::OpType::COALESCED, [&](size_t i, bool async) {
+        return _reduce_scatter_base(outputs[i], inputs[i], with_async(opts, async));
+    });
 }
 
 /* ---- batches ------------------------------------------------------------------------------------- */

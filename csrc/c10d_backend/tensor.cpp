@@ -3,6 +3,8 @@
 
 #include <ATen/MemoryOverlap.h>
 
+#include <optional>
+
 namespace spccl_torch
 {
 
@@ -18,31 +20,43 @@ std::string OpText::str() const
     return text;
 }
 
+namespace
+{
+/* spccl's dtype for elements that spccl can add; nothing for others. */
+std::optional<spccl_dtype> arithmetic_dtype(c10::ScalarType dtype)
+{
+    switch (dtype) {
+    case c10::ScalarType::Float:
+        return SPCCL_FLOAT32;
+    case c10::ScalarType::Double:
+        return SPCCL_FLOAT64;
+    case c10::ScalarType::Half:
+        return SPCCL_FLOAT16;
+    case c10::ScalarType::BFloat16:
+        return SPCCL_BFLOAT16;
+    case c10::ScalarType::Char:
+        return SPCCL_INT8;
+    case c10::ScalarType::Byte:
+        return SPCCL_UINT8;
+    case c10::ScalarType::Short:
+        return SPCCL_INT16;
+    case c10::ScalarType::Int:
+        return SPCCL_INT32;
+    case c10::ScalarType::Long:
+        return SPCCL_INT64;
+    default:
+        return std::nullopt;
+    }
+}
+} // namespace
+
 WireType wire_for_moving(c10::ScalarType dtype, const OpText &op)
 {
     TORCH_CHECK_TYPE(!c10::isQIntType(dtype), "spccl: ", op.str(),
                      ": quantized tensors are not taken; send "
                      "tensor.int_repr()");
-    switch (dtype) {
-    case c10::ScalarType::Float:
-        return {SPCCL_FLOAT32, 1};
-    case c10::ScalarType::Double:
-        return {SPCCL_FLOAT64, 1};
-    case c10::ScalarType::Half:
-        return {SPCCL_FLOAT16, 1};
-    case c10::ScalarType::BFloat16:
-        return {SPCCL_BFLOAT16, 1};
-    case c10::ScalarType::Char:
-        return {SPCCL_INT8, 1};
-    case c10::ScalarType::ComplexHalf:
-        return {SPCCL_FLOAT16, 2};
-    case c10::ScalarType::ComplexFloat:
-        return {SPCCL_FLOAT32, 2};
-    case c10::ScalarType::ComplexDouble:
-        return {SPCCL_FLOAT64, 2};
-    default:
-        break;
-    }
+    if (const auto known = arithmetic_dtype(c10::toRealValueType(dtype)))
+        return {*known, c10::isComplexType(dtype) ? size_t{2} : size_t{1}};
     if (c10::isFloat8Type(dtype))
         return {SPCCL_FLOAT8, 1};
     switch (c10::elementSize(dtype)) {
@@ -113,56 +127,34 @@ Route reduction_route(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op)
     return Route::neither; /* a reduction of a later torch */
 }
 
+namespace
+{
+/* By c10d's number. What spccl does not run has no redop. */
+constexpr struct {
+    const char *name;
+    std::optional<spccl_redop> redop;
+} reductions[] = {{"sum", SPCCL_SUM}, {"avg", SPCCL_AVG}, {"product", SPCCL_PROD},
+                  {"min", SPCCL_MIN}, {"max", SPCCL_MAX}, {"band", {}},
+                  {"bor", {}},        {"bxor", {}},       {"premul_sum", SPCCL_SUM}};
+} // namespace
+
 spccl_redop redop_of(c10d::ReduceOp::RedOpType op)
 {
-    switch (op) {
-    case c10d::ReduceOp::SUM:
-    case c10d::ReduceOp::PREMUL_SUM:
-        return SPCCL_SUM;
-    case c10d::ReduceOp::AVG:
-        return SPCCL_AVG;
-    case c10d::ReduceOp::PRODUCT:
-        return SPCCL_PROD;
-    case c10d::ReduceOp::MIN:
-        return SPCCL_MIN;
-    case c10d::ReduceOp::MAX:
-        return SPCCL_MAX;
-    default:
-        TORCH_INTERNAL_ASSERT(false, "spccl: spccl does not run reduction ", redop_name(op));
-    }
+    TORCH_INTERNAL_ASSERT(op < std::size(reductions) && reductions[op].redop,
+                          "spccl: spccl does not run reduction ", redop_name(op));
+    return *reductions[op].redop;
 }
 
 spccl_dtype dtype_for_reducing(c10::ScalarType dtype)
 {
-    switch (dtype) {
-    case c10::ScalarType::Float:
-        return SPCCL_FLOAT32;
-    case c10::ScalarType::Double:
-        return SPCCL_FLOAT64;
-    case c10::ScalarType::Half:
-        return SPCCL_FLOAT16;
-    case c10::ScalarType::BFloat16:
-        return SPCCL_BFLOAT16;
-    case c10::ScalarType::Char:
-        return SPCCL_INT8;
-    case c10::ScalarType::Byte:
-        return SPCCL_UINT8;
-    case c10::ScalarType::Short:
-        return SPCCL_INT16;
-    case c10::ScalarType::Int:
-        return SPCCL_INT32;
-    case c10::ScalarType::Long:
-        return SPCCL_INT64;
-    default:
-        TORCH_INTERNAL_ASSERT(false, "spccl: spccl does not reduce ", dtype);
-    }
+    const auto known = arithmetic_dtype(dtype);
+    TORCH_INTERNAL_ASSERT(known, "spccl: spccl does not reduce ", dtype);
+    return *known;
 }
 
 const char *redop_name(c10d::ReduceOp::RedOpType op)
 {
-    static const char *const names[] = {"sum",  "avg", "product", "min",       "max",
-                                        "band", "bor", "bxor",    "premul_sum"};
-    return op < std::size(names) ? names[op] : "?";
+    return op < std::size(reductions) ? reductions[op].name : "?";
 }
 
 void refuse_reduction(const OpText &op)
