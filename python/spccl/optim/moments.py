@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from .bucket import Bucket, Scratch, local_part
+from .settings import Settings
 
 # Above this number of ranks the default is "corrected". There v / N can make steps up to sqrt(N) times Adam's longest,
 # where the gradient is not mostly noise. Measured with 4 ranks only.
@@ -26,6 +27,21 @@ def is_correctable(optimizer: torch.optim.Optimizer) -> bool:
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return False
     return not any(group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups)
+
+
+def decide(optimizer: torch.optim.Optimizer, settings: Settings, n_ranks: int) -> str:
+    """Which second moment divides a step: "local", "scaled" or "corrected"."""
+    wanted, possible = settings.correct_second_moment, is_correctable(optimizer)
+    if wanted and not possible:
+        raise ValueError(
+            f"SparseSync: correct_second_moment={wanted!r} with a {type(optimizer).__name__}, wanted torch's Adam "
+            "or AdamW without amsgrad and maximize; leave the setting out"
+        )
+    if wanted is None:
+        wanted = ("scaled" if n_ranks <= MOST_RANKS_SCALED else True) if possible and settings.every == 1 else False
+    if not wanted or n_ranks == 1:
+        return "local"
+    return "corrected" if wanted is True else "scaled"
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -84,6 +85,24 @@ class Settings:
             return values
         del values["density"]
         return values | {f"density of exchange {i}": _outcome(self.density, i) for i in _COMPARED}
+
+
+def take_older(older: dict[str, Any], every: int, warmup_steps: int, leak: float) -> tuple[int, float]:
+    """(warmup_steps, leak), also where they have their earlier names in `older`, which then leave it.
+
+    Raises: TypeError if a setting has both names; ValueError for a `warmup` that is no count.
+    """
+    if ("warmup" in older and warmup_steps) or ("decay" in older and leak != 1.0):
+        raise TypeError("SparseSync: warmup is now called warmup_steps, and decay leak: got both names of one")
+    if "warmup" in older:  # in exchanges
+        checks.warn_of_old_word("SparseSync", "warmup", "warmup_steps")
+        warmup = older.pop("warmup")
+        checks.require("SparseSync", "warmup", warmup, is_whole(warmup, 0), "a whole number of at least 0")
+        warmup_steps = warmup * every
+    if "decay" in older:
+        checks.warn_of_old_word("SparseSync", "decay", "leak")
+        leak = older.pop("decay")
+    return warmup_steps, leak
 
 
 # Close together at the start, where schedules change fast.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from spccl import prune
-from spccl._pruning.checks import is_whole, refuse_unknown, require, warn_of_old_word
+from spccl._pruning.checks import refuse_unknown
 from spccl._pruning.density import Density, density_at
 from spccl._pruning.ranks import Ranks
 from spccl._pruning.stats import HasStats
@@ -20,7 +20,7 @@ from spccl._pruning.stats import HasStats
 from . import checkpoint, checks, measure, moments
 from . import overlap as overlaps
 from .bucket import Weight, local_part, make_buckets, own_memory
-from .settings import Settings
+from .settings import Settings, take_older
 from .shards import Shards, gradient
 from .stepper import Stepper, coalesce_gradients
 from .transfers import Transfers
@@ -135,16 +135,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         overlap: torch.nn.Module | None = None,
         **older: Any,
     ):
-        if ("warmup" in older and warmup_steps) or ("decay" in older and leak != 1.0):
-            raise TypeError("SparseSync: warmup is now called warmup_steps, and decay leak: got both names of one")
-        if "warmup" in older:  # in exchanges
-            warn_of_old_word("SparseSync", "warmup", "warmup_steps")
-            warmup = older.pop("warmup")
-            require("SparseSync", "warmup", warmup, is_whole(warmup, 0), "a whole number of at least 0")
-            warmup_steps = warmup * every
-        if "decay" in older:
-            warn_of_old_word("SparseSync", "decay", "leak")
-            leak = older.pop("decay")
+        warmup_steps, leak = take_older(older, every, warmup_steps, leak)
         if older:
             refuse_unknown("SparseSync", older, list(inspect.signature(SparseSync).parameters)[1:-1])
         checks.check_optimizer(optimizer)
@@ -161,7 +152,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         self.ranks = Ranks(group)
         self.steps = 0  # calls of step()
         self.exchanges = 0  # exchanges that have ended
-        self._moment = self._decide_moment()
+        self._moment = moments.decide(optimizer, self.settings, self.ranks.world_size)
         self._schedule = self.settings.schedule()
         self._shards, self._weights = self._find_weights()
         if overlap is not None:
@@ -188,22 +179,6 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         self._overlap = None if overlap is None else overlaps.Overlap(overlap, self.transfers)
 
     # -- construction ------------------------------------------------------------------------------
-
-    def _decide_moment(self) -> str:
-        """Which second moment divides a step: "local", "scaled" or "corrected"."""
-        wanted = self.settings.correct_second_moment
-        possible = moments.is_correctable(self.inner)
-        if wanted and not possible:
-            raise ValueError(
-                f"SparseSync: correct_second_moment={wanted!r} with a {type(self.inner).__name__}, wanted torch's Adam "
-                "or AdamW without amsgrad and maximize; leave the setting out"
-            )
-        if wanted is None:
-            few = self.ranks.world_size <= moments.MOST_RANKS_SCALED
-            wanted = ("scaled" if few else True) if possible and self.settings.every == 1 else False
-        if not wanted or self.ranks.world_size == 1:
-            return "local"
-        return "corrected" if wanted is True else "scaled"
 
     def _find_weights(self) -> tuple[Shards, list[Weight]]:
         everything = [p for group in self.inner.param_groups for p in group["params"]]
