@@ -28,9 +28,7 @@ import spccl
 
 
 def settings_of(recipe: Recipe, steps: int) -> dict[str, object]:
-    """The recipe as arguments of `SparseSync`, for a learning rate times `recipe.look_ahead`.
-
-    Keeping only a part p of what is unsent applied is a learning rate times p, and an outer one of 1/p.
+    """The recipe as arguments of `SparseSync`.
 
     Raises: ValueError that names a field which SparseSync does not have.
     """
@@ -51,7 +49,8 @@ def settings_of(recipe: Recipe, steps: int) -> dict[str, object]:
         "density": lambda exchange: recipe.density_at((exchange + 1) * recipe.every, steps),
         "every": recipe.every,
         "leak": recipe.decay,
-        "outer_lr": recipe.outer_lr / recipe.look_ahead,
+        "look_ahead": recipe.look_ahead,
+        "outer_lr": recipe.outer_lr,
         "outer_momentum": recipe.outer_momentum,
         "correct_second_moment": moments[recipe.moment],
         "wire_dtype": torch.bfloat16 if recipe.wire == "bfloat16" else None,
@@ -82,7 +81,7 @@ class Trainer:
     def advance(self) -> float:
         self.step += 1
         for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.look_ahead * self.recipe.lr_at(self.step, self.args.steps)
+            group["lr"] = self.recipe.lr_at(self.step, self.args.steps)
         self.optimizer.zero_grad()
         batch = windows(self.text, self.starts[self.step - 1], self.size.context + 1)
         loss = losses(self.weights, batch[None], self.size).sum()

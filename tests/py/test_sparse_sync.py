@@ -54,6 +54,7 @@ def refuses(kind, *words):
         ({"sample": 2.0}, ("sample=2.0",)),
         ({"bucket_mb": 0}, ("bucket_mb=0",)),
         ({"seed": -1}, ("seed=-1",)),
+        ({"look_ahead": 0.0}, ("look_ahead=0.0", "in (0, 1]")),
         ({"density": True}, ("density=True", "in (0, 1]")),
         ({"density": None}, ("density=None", "in (0, 1]")),
         ({"sample": "x"}, ("sample='x'", "in (0, 1]")),

@@ -173,3 +173,23 @@ def test_older_words_act_with_one_warning():
     assert opt.settings.warmup_steps == 12 and opt.settings.schedule().steps == 4 and opt.settings.leak == 0.5
     with pytest.raises(TypeError, match=r"SparseSync: got sparsity=0.99, wanted one of .*warmup_steps.*density=0.01"):
         make(sparsity=0.99)
+
+
+def test_a_state_of_another_look_ahead():
+    """What is unsent stays the same; the weights hold another part of it."""
+    nets = [conv(False), conv(False)]
+    opts = [
+        SparseSync(torch.optim.AdamW(net.parameters(), lr=1e-2), density=0.05, look_ahead=part)
+        for net, part in zip(nets, (0.5, 1.0), strict=True)
+    ]
+    train(nets[0], opts[0], 4)
+    state = saved(opts[0])
+    opts[1].load_state_dict(state)
+    for entry, w in zip(state["sparse_sync"]["parameters"], nets[1].parameters(), strict=True):
+        unsent = 2 * (entry["local"] - entry["global"])
+        assert w.numel() < 4096 or float(unsent.norm()) > 0.01
+        torch.testing.assert_close(w.detach() - entry["global"], unsent, rtol=0, atol=1e-6)
+    for opt in opts:
+        opt.consolidate()
+    for w, v in zip(*(net.parameters() for net in nets), strict=True):
+        torch.testing.assert_close(w, v, rtol=0, atol=1e-6)

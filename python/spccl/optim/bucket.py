@@ -7,7 +7,8 @@ Symbols: w the local weights of this rank, z the global weights, t the threshold
 
 so an entry that is sent has w = z afterwards, and for one that is not, w - z is what this rank still has to send. With
 outer momentum u the step is a' = outer_lr (a + outer_momentum u) with u = outer_momentum u + a, in place of a. With a
-leak below 1, what is not sent shrinks: w = z + leak (w - z).
+leak below 1, what is not sent shrinks: w = z + leak (w - z). With a look-ahead h below 1, w - z is h times what is
+unsent, and a is divided by h when it has arrived (see `look_ahead`).
 
 With `chunk`, there is no threshold: s has the k largest entries of each `chunk` neighbouring entries of a parameter,
 exactly, where k is the density times their number, rounded, at least 1.
@@ -38,12 +39,13 @@ class Weight:
         index: its number in the optimizer, counted over all groups.
         flat: its memory as [numel], in memory order.
         pruned: False if it is sent whole.
+        absorbed: factor on what the optimizer changed in it, with 16 bits (see `look_ahead`).
         state: [prune.STATE_COLUMNS] int64, a `spccl_prune_state`: threshold and counts.
         key: moves what is sampled.
         begin: its first element in flat tensors of the bucket.
     """
 
-    __slots__ = ("begin", "flat", "index", "key", "name", "numel", "param", "pointer", "pruned", "state")
+    __slots__ = ("absorbed", "begin", "flat", "index", "key", "name", "numel", "param", "pointer", "pruned", "state")
 
     def __init__(self, index: int, name: str, param: torch.Tensor, pruned: bool, state: torch.Tensor):
         self.index = index
@@ -54,6 +56,7 @@ class Weight:
         self.pointer = self.flat.data_ptr()
         self.pruned = pruned
         self.state = state
+        self.absorbed = 1.0
         self.key = zlib.crc32(str(index).encode())
         self.begin = 0
         if self.pointer % 16 and self.flat.is_cuda:
@@ -158,8 +161,15 @@ class Bucket:
             return
         rounded = scratch[0].view(self.dtype)[: self.length]
         rounded.copy_(self.masters)
-        self.masters.sub_(rounded)  # what rounding cut off: exact
-        torch._foreach_add_(self.locals, self.params)
+        if all(w.absorbed == 1 for w in self.weights):
+            self.masters.sub_(rounded)  # what rounding cut off: exact
+            torch._foreach_add_(self.locals, self.params)
+            return
+        changes = self.split(scratch[1])
+        torch._foreach_copy_(changes, self.params)
+        torch._foreach_sub_(changes, self.split(rounded))
+        torch._foreach_mul_(changes, [w.absorbed for w in self.weights])
+        torch._foreach_add_(self.locals, changes)
 
     def publish(self) -> None:
         """16-bit parameters: round the masters into them."""
@@ -189,6 +199,8 @@ class Bucket:
 
     def apply(self, average: torch.Tensor, settings: Settings) -> None:
         """Advance z and w by the average [length] that has arrived, which is overwritten."""
+        if settings.look_ahead != 1:
+            average.mul_(1 / settings.look_ahead)
         if self.velocity is not None:
             self.velocity.mul_(settings.outer_momentum).add_(average)
             average.add_(self.velocity, alpha=settings.outer_momentum)

@@ -5,12 +5,14 @@ bit. After `consolidate()` local and global weights are the same, and the state 
 world size; only the moments of the inner optimizer then come from that rank.
 
 {"state", "param_groups": those of the inner optimizer, "sparse_sync": {
-    "version", "world_size", "rank", "steps", "exchanges", "seed", "consolidated", "shard": (number, how many) in each
-        process group over which DTensor parameters are sharded,
+    "version", "world_size", "rank", "steps", "exchanges", "seed", "look_ahead", "consolidated",
+    "shard": (number, how many) in each process group over which DTensor parameters are sharded,
     "names", "shapes": of each trained parameter, in the optimizer's order; a name is None where the optimizer was given
         parameters without names,
     "parameters": one for each of them: {"index", "global": z, "local": w or None where the state is consolidated,
         "velocity": u or None, "prune": [6] int64}}}
+
+w - z is look_ahead times what is unsent. A run with another look-ahead converts it.
 
 z, w and u have the parameter's shape (of a DTensor that of this rank's part), whatever memory format the parameter has.
 So a run with another memory format may load them. Version 1 had them flat, in the order of the parameter's memory. Its
@@ -77,6 +79,7 @@ def save(sync: SparseSync) -> dict[str, Any]:
         "steps": sync.steps,
         "exchanges": sync.exchanges,
         "seed": sync.settings.seed,
+        "look_ahead": sync.settings.look_ahead,
         "consolidated": consolidated,
         "shard": sync._shards.place,
         "names": [plain_name(w.name) if sync._named else None for w in sync._weights],
@@ -117,8 +120,7 @@ def load(sync: SparseSync, state: dict[str, Any]) -> None:
         for place, (w, velocity) in enumerate(zip(bucket.weights, velocities, strict=True)):
             entry = entries[w.index]
             _shaped(bucket.global_parts[place], w.param).copy_(entry["global"])
-            own = entry["global"] if entry["local"] is None else entry["local"]
-            _shaped(bucket.locals[place], w.param).copy_(own)
+            _shaped(bucket.locals[place], w.param).copy_(_local(sync, mine, entry))
             w.state.copy_(entry["prune"])
             if velocity is not None:
                 _shaped(velocity, w.param).copy_(entry["velocity"])
@@ -126,6 +128,14 @@ def load(sync: SparseSync, state: dict[str, Any]) -> None:
     sync.steps, sync.exchanges = int(mine["steps"]), int(mine["exchanges"])
     sync._check_next = True
     sync._tally.reset()
+
+
+def _local(sync: SparseSync, mine: dict[str, Any], entry: dict[str, Any]) -> torch.Tensor:
+    """The local weights of a parameter, with this run's look-ahead."""
+    if entry["local"] is None:
+        return entry["global"]
+    factor = sync.settings.look_ahead / mine.get("look_ahead", 1.0)
+    return entry["local"] if factor == 1 else torch.lerp(entry["global"], entry["local"], factor)
 
 
 def _from_version_1(sync: SparseSync, mine: dict[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,8 @@ class Tally:
                 for b in s.buckets
                 for own, common in zip(_probes(b.locals), _probes(b.global_parts), strict=True)
             ]
-            self._norms = _norm(self._update, numels), _norm(unsent, numels)
+            part = s.settings.look_ahead
+            self._norms = _norm(self._update, numels) / part, _norm(unsent, numels) / part
             self._update = None
 
     def reset(self) -> None:

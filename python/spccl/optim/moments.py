@@ -62,7 +62,9 @@ def scaled(optimizer: torch.optim.Optimizer, n_ranks: int) -> Iterator[None]:
             group.update(values)
 
 
-def correct_step(optimizer: torch.optim.Optimizer, bucket: Bucket, n_ranks: int, scratch: Scratch) -> None:
+def correct_step(
+    optimizer: torch.optim.Optimizer, bucket: Bucket, n_ranks: int, scratch: Scratch, look_ahead: float = 1.0
+) -> None:
     """Replace the step that the optimizer has just made by one with the corrected second moment. Takes 13 passes.
 
     With fused or capturable optimizers, whose step numbers are in GPU memory, and with learning rates there, the host
@@ -72,6 +74,7 @@ def correct_step(optimizer: torch.optim.Optimizer, bucket: Bucket, n_ranks: int,
     with v' / N + (1 - 1/N) m'^2 in the place of v'.
 
     Args:
+        look_ahead: factor on what the step changed.
         scratch: overwritten.
     """
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -101,7 +104,7 @@ def correct_step(optimizer: torch.optim.Optimizer, bucket: Bucket, n_ranks: int,
             torch._foreach_addcmul_(root, mean, mean, value=1 - share)
         torch._foreach_sqrt_(root)
         torch._foreach_add_(root, epsilons)
-        torch._foreach_addcdiv_(local, mean, root, [sign * rate for rate in rates])
+        torch._foreach_addcdiv_(local, mean, root, [sign * look_ahead * rate for rate in rates])
 
 
 def _numbers(values: list[float | torch.Tensor]) -> list[float]:

@@ -29,6 +29,7 @@ _RULES: dict[str, checks.Rule] = {
     "chunk": (lambda x: is_whole(x, 0, 4096) and (x == 0 or (x >= 256 and x & (x - 1) == 0)),
               "0, or a power of 2 from 256 to 4096"),
     "bits": (lambda x: x is None or is_whole(x, 2, 2), "2, or None for whole values"),
+    "look_ahead": SHARE,
     "seed": COUNT,
 }  # fmt: skip
 
@@ -55,6 +56,7 @@ class Settings:
     wire_dtype: torch.dtype | None
     chunk: int
     bits: int | None
+    look_ahead: float
     overlap: bool
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from spccl._pruning.stats import HasStats
 from . import checkpoint, checks, measure, moments
 from . import overlap as overlaps
 from .bucket import Weight, local_part, make_buckets, own_memory
+from .look_ahead import LookAhead
 from .settings import Settings, take_older
 from .shards import Shards, gradient
 from .stepper import Stepper, coalesce_gradients
@@ -88,6 +89,8 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         bits: 2, with `chunk`: values travel as a sign and one of two levels per chunk, in an all-gather, on any
             backend. What rounding changed stays unsent. Bytes grow with the number of ranks (docs/TRAINING.md). On CUDA
             the host waits for the device 1 + 2 ranks times per bucket.
+        look_ahead: part of what this rank has not sent that its own weights hold, (0, 1]; None: 1. Below 1 for torch's
+            optimizers whose steps are proportional to the learning rate, and for any with 16-bit parameters alone.
         overlap: the model: an exchange then ends during the next forward pass, with the same bits as without (see
             `spccl.optim.overlap`). Costs 4 bytes per parameter, 6 with wire_dtype. Each module must use only its own
             parameters and those of modules that it calls; call wait() before other uses. Not with FSDP2. A later
@@ -132,6 +135,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         wire_dtype: torch.dtype | None = None,
         chunk: int = 0,
         bits: int | None = None,
+        look_ahead: float | None = None,
         overlap: torch.nn.Module | None = None,
         **older: Any,
     ):
@@ -146,7 +150,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         self.settings = Settings(
             density, every, warmup_steps, sample, min_numel, leak, outer_lr, outer_momentum, correct_second_moment,
             clip_norm, check_finite, check_every, norm_every, bucket_mb, seed, wire_dtype, chunk, bits,
-            overlap is not None,
+            1.0 if look_ahead is None else look_ahead, overlap is not None,
         )  # fmt: skip
         super().__setstate__({})  # hooks of torch.optim.Optimizer; its __init__ would make parameter groups of its own
         self.ranks = Ranks(group)
@@ -155,6 +159,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         self._moment = moments.decide(optimizer, self.settings, self.ranks.world_size)
         self._schedule = self.settings.schedule()
         self._shards, self._weights = self._find_weights()
+        self._look_ahead = LookAhead(optimizer, self._weights, self.settings.look_ahead)
         if overlap is not None:
             overlaps.check_weights(overlap, self._weights, self._shards.example)
         self.ranks.require_same({**self.settings.facts(), **self._facts()})
@@ -238,7 +243,8 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         """The settings that differ from their default, and what was chosen."""
         s, given = self.settings, {"density": self.settings.density, "every": self.settings.every}
         defaults = inspect.signature(SparseSync).parameters
-        given |= {n: v for n, v in vars(s).items() if n != "overlap" and v != defaults[n].default}
+        given |= {n: v for n, v in vars(s).items() if n not in ("overlap", "look_ahead") and v != defaults[n].default}
+        given |= {"look_ahead": s.look_ahead} if s.look_ahead != 1 else {}
         given |= {"overlap": True} if s.overlap else {}
         given |= {"second_moment": self._moment, "ranks": self.ranks.world_size, "backend": self.ranks.backend_names()}
         return f"SparseSync({', '.join(f'{name}={value!r}' for name, value in given.items())}) of {self.inner!r}"
@@ -335,7 +341,8 @@ class SparseSync(HasStats, torch.optim.Optimizer):
                 return False
             scale = self._clip(grads, norm, scale)
         scaled = self._moment == "scaled"
-        with moments.scaled(self.inner, self.ranks.world_size) if scaled else contextlib.nullcontext():
+        scaling = moments.scaled(self.inner, self.ranks.world_size) if scaled else contextlib.nullcontext()
+        with self._look_ahead.slower(), scaling:
             self._stepper.step(scale)
         return True
 
@@ -355,7 +362,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             scratch = self.transfers.scratch[bucket.device, bucket.globals.dtype]
             bucket.absorb(scratch)
             if self._moment == "corrected" and stepped:
-                moments.correct_step(self.inner, bucket, self.ranks.world_size, scratch)
+                moments.correct_step(self.inner, bucket, self.ranks.world_size, scratch, self.settings.look_ahead)
             if not exchanging:
                 bucket.publish()
 
