@@ -297,40 +297,27 @@ __global__ void __launch_bounds__(SP_CODEC_THREADS, 8)
 
 typedef void (*sp_decode_fn)(const sp_gpu_decode_args);
 
-static sp_decode_fn add_kernel_of(spccl_dtype dtype)
-{
-    switch (dtype) {
-    case SPCCL_FLOAT32:
-        return sp_add_kernel<SPCCL_FLOAT32>;
-    case SPCCL_FLOAT16:
-        return sp_add_kernel<SPCCL_FLOAT16>;
-    case SPCCL_BFLOAT16:
-        return sp_add_kernel<SPCCL_BFLOAT16>;
-    case SPCCL_FLOAT64:
-        return sp_add_kernel<SPCCL_FLOAT64>;
-    case SPCCL_INT8:
-    case SPCCL_UINT8: // integer sums wrap: int8 gives the same bits
-        return sp_add_kernel<SPCCL_UINT8>;
-    case SPCCL_INT16:
-        return sp_add_kernel<SPCCL_INT16>;
-    case SPCCL_INT32:
-        return sp_add_kernel<SPCCL_INT32>;
-    case SPCCL_INT64:
-        return sp_add_kernel<SPCCL_INT64>;
-    default:
-        return nullptr; // float8
-    }
-}
-
 extern "C" spccl_status sp_decode_cuda(const sp_gpu_decode_args *a, void *stream)
 {
     static const sp_decode_fn set[] = {sp_set_kernel<1>, sp_set_kernel<2>, sp_set_kernel<4>,
                                        sp_set_kernel<8>};
     static const sp_decode_fn overwrite[] = {sp_overwrite_kernel<1>, sp_overwrite_kernel<2>,
                                              sp_overwrite_kernel<4>, sp_overwrite_kernel<8>};
+    // By spccl_dtype. Integer sums wrap, so int8 and uint8 give the same bits; float8 has no sums.
+    static const sp_decode_fn add[] = {nullptr,
+                                       sp_add_kernel<SPCCL_FLOAT32>,
+                                       sp_add_kernel<SPCCL_FLOAT16>,
+                                       sp_add_kernel<SPCCL_BFLOAT16>,
+                                       sp_add_kernel<SPCCL_FLOAT64>,
+                                       nullptr,
+                                       sp_add_kernel<SPCCL_UINT8>,
+                                       sp_add_kernel<SPCCL_INT16>,
+                                       sp_add_kernel<SPCCL_INT32>,
+                                       sp_add_kernel<SPCCL_INT64>,
+                                       sp_add_kernel<SPCCL_UINT8>};
     sp_decode_fn kernel = a->verb == SPCCL_SET         ? set[sp_width_index(a->dtype)]
                           : a->verb == SPCCL_OVERWRITE ? overwrite[sp_width_index(a->dtype)]
-                                                       : add_kernel_of(a->dtype);
+                                                       : add[a->dtype];
     uint32_t grid = 0;
     if (kernel == nullptr)
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED,

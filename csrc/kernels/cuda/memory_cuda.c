@@ -39,6 +39,13 @@ struct sp_gpu_memory {
     bool has_handle;
 };
 
+/* Where memory comes from, beside what its record says. */
+struct given {
+    bool for_network;      /* new memory */
+    const uint8_t *handle; /* a peer's memory, with fd or -1 */
+    int fd;
+};
+
 /* A random number that tells this process from all others, also from those in other pid namespaces. */
 static uint64_t token;
 static pthread_once_t token_once = PTHREAD_ONCE_INIT;
@@ -101,34 +108,29 @@ struct copy {
     void *to;
     const void *from;
     size_t bytes;
+    enum cudaMemcpyKind kind;
 };
-static cudaError_t copy_out(cudaStream_t stream, void *ctx)
+static cudaError_t copy(cudaStream_t stream, void *ctx)
 {
     const struct copy *c = ctx;
-    return cudaMemcpyAsync(c->to, c->from, c->bytes, cudaMemcpyDeviceToHost, stream);
+    return cudaMemcpyAsync(c->to, c->from, c->bytes, c->kind, stream);
 }
 
 spccl_status sp_cuda_read(void *host, const void *device, size_t bytes)
 {
-    struct copy c = {.to = host, .from = device, .bytes = bytes};
-    return with_own_stream(copy_out, &c, "cudaMemcpyAsync");
-}
-
-static cudaError_t copy_in(cudaStream_t stream, void *ctx)
-{
-    const struct copy *c = ctx;
-    return cudaMemcpyAsync(c->to, c->from, c->bytes, cudaMemcpyHostToDevice, stream);
+    struct copy c = {.to = host, .from = device, .bytes = bytes, .kind = cudaMemcpyDeviceToHost};
+    return with_own_stream(copy, &c, "cudaMemcpyAsync");
 }
 
 spccl_status sp_cuda_upload(int ordinal, const void *host, size_t bytes, void **out)
 {
-    struct copy c = {.from = host, .bytes = bytes};
+    struct copy c = {.from = host, .bytes = bytes, .kind = cudaMemcpyHostToDevice};
     spccl_status st;
     int before;
     SP_TRY(sp_cuda_enter(ordinal, &before));
     st = sp_cuda_check(cudaMalloc(&c.to, bytes), "cudaMalloc");
     if (st == SPCCL_OK) {
-        st = with_own_stream(copy_in, &c, "cudaMemcpyAsync");
+        st = with_own_stream(copy, &c, "cudaMemcpyAsync");
         if (st == SPCCL_OK)
             *out = c.to;
         else
@@ -151,7 +153,7 @@ static spccl_status map_handle(const sp_cuda_driver *d, sp_gpu_memory *m)
     return sp_cu_check(d->mem_set_access(m->address, m->bytes, &access, 1), "cuMemSetAccess");
 }
 
-static spccl_status create_fd(sp_gpu_memory *m, size_t bytes, bool for_network)
+static spccl_status create_fd(sp_gpu_memory *m, bool for_network)
 {
     const sp_cuda_driver *d;
     CUmemAllocationProp prop = properties(m->ordinal);
@@ -166,7 +168,7 @@ static spccl_status create_fd(sp_gpu_memory *m, size_t bytes, bool for_network)
     prop.allocFlags.gpuDirectRDMACapable = capable != 0;
     SP_TRY(sp_cu_check(d->mem_granularity(&granularity, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
                        "cuMemGetAllocationGranularity"));
-    m->bytes = sp_align_up(bytes, granularity);
+    m->bytes = sp_align_up(m->bytes, granularity);
     SP_TRY(sp_cu_check(d->mem_create(&m->handle, m->bytes, &prop, 0), "cuMemCreate"));
     m->has_handle = true;
     return map_handle(d, m);
@@ -201,21 +203,22 @@ static void destroy_fd(sp_gpu_memory *m)
 
 /* ---- CUDA IPC ---- */
 
-static spccl_status create_ipc(sp_gpu_memory *m, size_t bytes)
+static spccl_status create_ipc(sp_gpu_memory *m)
 {
     void *p = NULL;
-    m->bytes = m->allocated = bytes;
-    SP_TRY(sp_cuda_check(cudaMalloc(&p, bytes), "cudaMalloc"));
+    m->allocated = m->bytes;
+    SP_TRY(sp_cuda_check(cudaMalloc(&p, m->bytes), "cudaMalloc"));
     m->address = m->base = (CUdeviceptr)p;
     return SPCCL_OK;
 }
 
 /* m->address and m->bytes are the caller's. */
-static spccl_status borrow_ipc(sp_gpu_memory *m)
+static spccl_status borrow_ipc(sp_gpu_memory *m, const struct given *given)
 {
     struct cudaPointerAttributes a;
     cudaIpcMemHandle_t ipc;
     const sp_cuda_driver *d;
+    (void)given;
     SP_TRY(sp_cuda_check(cudaPointerGetAttributes(&a, (void *)m->address), "cudaPointerGetAttributes"));
     if (a.type != cudaMemoryTypeDevice || a.device != m->ordinal)
         return SP_FAIL(SPCCL_ERR_ARG, "%p is not memory of GPU %d: wanted memory from cudaMalloc on this GPU",
@@ -296,49 +299,55 @@ void sp_cuda_memory_destroy(sp_gpu_memory *m)
     sp_free(m);
 }
 
+static spccl_status fill_new(sp_gpu_memory *m, const struct given *given)
+{
+    SP_TRY(m->kind == KIND_FD ? create_fd(m, given->for_network) : create_ipc(m));
+    return with_own_stream(fill_zero, m, "cudaMemsetAsync");
+}
+
+static spccl_status fill_peers(sp_gpu_memory *m, const struct given *given)
+{
+    return m->kind == KIND_FD ? import_fd(m, given->fd) : import_ipc(m, given->handle);
+}
+
+/* Make a record like `m`, and let `fill` allocate or map its memory with GPU m.ordinal current. */
+static spccl_status make(sp_gpu_memory m, spccl_status (*fill)(sp_gpu_memory *, const struct given *),
+                         const struct given *given, sp_gpu_memory **out)
+{
+    spccl_status st;
+    sp_gpu_memory *made = sp_calloc(1, sizeof *made);
+    int before;
+    if (made == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "GPU memory: no host memory for its %zu-byte record", sizeof *made);
+    *made = m;
+    st = sp_cuda_enter(m.ordinal, &before);
+    if (st == SPCCL_OK) {
+        st = fill(made, given);
+        sp_cuda_leave(before);
+    }
+    if (st == SPCCL_OK)
+        *out = made;
+    else
+        sp_cuda_memory_destroy(made);
+    return st;
+}
+
 spccl_status sp_cuda_memory_create(int ordinal, size_t bytes, const char *handles, bool for_network,
                                    sp_gpu_memory **out)
 {
-    spccl_status st;
-    sp_gpu_memory *m = sp_calloc(1, sizeof *m);
-    int before;
-    if (m == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "GPU memory: no host memory for its %zu-byte record", sizeof *m);
-    m->ordinal = ordinal;
-    m->kind = strcmp(handles, "fd") == 0 ? KIND_FD : KIND_IPC;
-    SP_TRY_TO(fail, st, sp_cuda_enter(ordinal, &before));
-    st = m->kind == KIND_FD ? create_fd(m, bytes, for_network) : create_ipc(m, bytes);
-    if (st == SPCCL_OK)
-        st = with_own_stream(fill_zero, m, "cudaMemsetAsync");
-    sp_cuda_leave(before);
-    if (st != SPCCL_OK)
-        goto fail;
-    *out = m;
-    return SPCCL_OK;
-fail:
-    sp_cuda_memory_destroy(m);
-    return st;
+    int kind = strcmp(handles, "fd") == 0 ? KIND_FD : KIND_IPC;
+    return make((sp_gpu_memory){.kind = kind, .ordinal = ordinal, .bytes = bytes}, fill_new,
+                &(struct given){.for_network = for_network}, out);
 }
 
 spccl_status sp_cuda_memory_borrow(int ordinal, void *p, size_t bytes, sp_gpu_memory **out)
 {
-    spccl_status st;
-    sp_gpu_memory *m = sp_calloc(1, sizeof *m);
-    int before;
-    if (m == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "GPU memory: no host memory for its %zu-byte record", sizeof *m);
-    *m = (sp_gpu_memory){
-        .kind = KIND_IPC, .ordinal = ordinal, .is_borrowed = true, .bytes = bytes, .address = (CUdeviceptr)p};
-    st = sp_cuda_enter(ordinal, &before);
-    if (st == SPCCL_OK) {
-        st = borrow_ipc(m);
-        sp_cuda_leave(before);
-    }
-    if (st == SPCCL_OK)
-        *out = m;
-    else
-        sp_cuda_memory_destroy(m);
-    return st;
+    return make((sp_gpu_memory){.kind = KIND_IPC,
+                                .ordinal = ordinal,
+                                .is_borrowed = true,
+                                .bytes = bytes,
+                                .address = (CUdeviceptr)p},
+                borrow_ipc, NULL, out);
 }
 
 /* The driver wants whole pages of the host. */
@@ -383,9 +392,6 @@ spccl_status sp_cuda_memory_export(sp_gpu_memory *m, uint8_t *handle, int *fd)
 spccl_status sp_cuda_memory_import(int ordinal, const uint8_t *handle, int fd, size_t bytes,
                                    sp_gpu_memory **out)
 {
-    spccl_status st;
-    sp_gpu_memory *m;
-    int before;
     uint32_t kind = sp_load_le32(handle);
     uint64_t mapped = sp_load_le64(handle + 8);
     if ((kind != KIND_FD && kind != KIND_IPC) || mapped < bytes)
@@ -393,23 +399,8 @@ spccl_status sp_cuda_memory_import(int ordinal, const uint8_t *handle, int fd, s
                        "a peer's GPU memory: got a handle of kind %u for %llu bytes, wanted kind 1 (fd) "
                        "or 2 (ipc) and at least %zu bytes",
                        kind, (unsigned long long)mapped, bytes);
-    m = sp_calloc(1, sizeof *m);
-    if (m == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "GPU memory: no host memory for its %zu-byte record", sizeof *m);
-    m->ordinal = ordinal;
-    m->kind = (int)kind;
-    m->is_peer = true;
-    m->bytes = mapped;
-    SP_TRY_TO(fail, st, sp_cuda_enter(ordinal, &before));
-    st = kind == KIND_FD ? import_fd(m, fd) : import_ipc(m, handle);
-    sp_cuda_leave(before);
-    if (st != SPCCL_OK)
-        goto fail;
-    *out = m;
-    return SPCCL_OK;
-fail:
-    sp_cuda_memory_destroy(m);
-    return st;
+    return make((sp_gpu_memory){.kind = (int)kind, .ordinal = ordinal, .is_peer = true, .bytes = mapped},
+                fill_peers, &(struct given){.handle = handle, .fd = fd}, out);
 }
 
 void *sp_cuda_memory_address(const sp_gpu_memory *m)
