@@ -8,6 +8,7 @@
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netinet/in.h>
+#include <stdio.h>
 #include <string.h>
 
 /* The kernel lowers this to somaxconn. Each connection that finds the backlog full is a second late. */
@@ -73,6 +74,29 @@ static void copy_address(sp_sock_address *out, const struct sockaddr *from)
     memset(out, 0, sizeof *out);
     out->bytes = from->sa_family == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6);
     memcpy(&out->storage, from, out->bytes);
+}
+
+bool sp_ip_interface(const sp_sock_address *ip, char *name)
+{
+    struct ifaddrs *all;
+    sp_sock_address a;
+    uint8_t wanted[16], raw[16];
+    uint16_t port;
+    bool found = false;
+    sp_ip_get(ip, wanted, &port);
+    if (getifaddrs(&all) != 0)
+        return false;
+    for (const struct ifaddrs *i = all; i != NULL && !found; i = i->ifa_next) {
+        if (i->ifa_addr == NULL || i->ifa_addr->sa_family != ip->storage.ss_family)
+            continue;
+        copy_address(&a, i->ifa_addr);
+        sp_ip_get(&a, raw, &port);
+        found = memcmp(raw, wanted, sizeof raw) == 0;
+        if (found)
+            snprintf(name, IF_NAMESIZE, "%s", i->ifa_name);
+    }
+    freeifaddrs(all);
+    return found;
 }
 
 /* List the usable IP addresses of one interface, or of all (name NULL): IPv4 before IPv6, loopback last. */

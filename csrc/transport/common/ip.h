@@ -19,6 +19,8 @@ void sp_ip_set(sp_sock_address *out, int family, const void *ip, uint16_t port);
 /* Get the IP address in network order, with zeros behind the 4 bytes of AF_INET, and the port. */
 void sp_ip_get(const sp_sock_address *a, uint8_t out[16], uint16_t *port);
 bool sp_ip_is_loopback(const sp_sock_address *a);
+/* The interface of this host that has the IP address, IF_NAMESIZE bytes. False: none has. */
+bool sp_ip_interface(const sp_sock_address *ip, char *name);
 
 /* List the IP addresses that a setting, an address or an interface, allows. Empty, 0.0.0.0 and ::: all addresses of all
  * interfaces that are up, without link-local ones. `out` may stay empty.

@@ -2,11 +2,9 @@
 #include "core/base/env.h"
 #include "transport/net/tcp/tcp.h"
 
-#include <ifaddrs.h>
 #include <linux/ethtool.h>
 #include <linux/sockios.h>
 #include <net/if.h>
-#include <netinet/in.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
@@ -30,43 +28,13 @@ static uint32_t rate_of_interface(const char *name)
     return mbps == (uint32_t)SPEED_UNKNOWN || mbps == UINT16_MAX ? 0 : mbps;
 }
 
-static bool is_same_ip(const struct sockaddr *a, const sp_sock_address *b)
-{
-    if (a == NULL || a->sa_family != b->storage.ss_family)
-        return false;
-    if (a->sa_family == AF_INET)
-        return memcmp(&((const struct sockaddr_in *)(const void *)a)->sin_addr,
-                      &((const struct sockaddr_in *)(const void *)&b->storage)->sin_addr,
-                      sizeof(struct in_addr)) == 0;
-    return a->sa_family == AF_INET6 &&
-           memcmp(&((const struct sockaddr_in6 *)(const void *)a)->sin6_addr,
-                  &((const struct sockaddr_in6 *)(const void *)&b->storage)->sin6_addr,
-                  sizeof(struct in6_addr)) == 0;
-}
-
-/* The interface that has the IP address. False: none has. */
-static bool interface_of(const sp_sock_address *ip, char name[IF_NAMESIZE])
-{
-    struct ifaddrs *all;
-    bool found = false;
-    if (getifaddrs(&all) != 0)
-        return false;
-    for (const struct ifaddrs *i = all; i != NULL && !found; i = i->ifa_next)
-        if (is_same_ip(i->ifa_addr, ip)) {
-            snprintf(name, IF_NAMESIZE, "%s", i->ifa_name);
-            found = true;
-        }
-    freeifaddrs(all);
-    return found;
-}
-
 /* Peers try the addresses in order, so the interface of the first one counts. */
 uint32_t sp_tcp_rate_mbps(sp_endpoint *opaque)
 {
     const struct sp_tcp *ep = sp_tcp_self(opaque);
     char name[IF_NAMESIZE];
     if (ep->self.ips.n == 0 || sp_ip_is_loopback(&ep->self.ips.at[0]) ||
-        !interface_of(&ep->self.ips.at[0], name))
+        !sp_ip_interface(&ep->self.ips.at[0], name))
         return 0;
     return rate_of_interface(name);
 }
@@ -85,7 +53,7 @@ static void write_rate_text(void)
     used =
         snprintf(why_text, sizeof why_text, "any other pair of ranks; SPCCL_TCP_ADDR chooses the interface");
     if (sp_ip_find("SPCCL_TCP_ADDR", sp_env_text(SP_ENV_TCP_ADDR), &ips) != SPCCL_OK || ips.n == 0 ||
-        !interface_of(&ips.at[0], name))
+        !sp_ip_interface(&ips.at[0], name))
         return;
     mbps = sp_ip_is_loopback(&ips.at[0]) ? 0 : rate_of_interface(name);
     if (mbps != 0)
