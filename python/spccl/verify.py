@@ -7,6 +7,7 @@ bfloat16 in float32 with one rounding. So every comparison is of bits. Needs num
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -168,32 +169,68 @@ def expected(case: Any, inputs: list[Array], rank: int, root: int) -> Array:
     return reduced([x[block] for x in inputs], case.dtype, case.op)
 
 
+def buffers(
+    case: Case, inputs: list[Array], rank: int, root: int, place: Callable[[Array], Any], in_place: bool
+) -> tuple[Any, Any, bool]:
+    """Input and output of rank `rank`, in memory to which `place` copies an array, and whether the input must stay.
+
+    Elements that the collective does not write show: outputs begin with other bytes.
+    """
+    mine, n = inputs[rank], case.n_elems
+    own = slice(rank * n, (rank + 1) * n)
+    x = place(mine)
+
+    def poisoned(n_elems: int) -> Any:
+        return place(np.full(n_elems, np.frombuffer(b"\xa5" * 8, mine.dtype)[0]))
+
+    if case.collective == "all_gather":
+        out = poisoned(len(inputs) * n)
+        if in_place:
+            out[own] = x
+            x = out[own]
+        return x, out, not in_place
+    if case.collective == "broadcast":
+        return x, x if rank == root else poisoned(n), False
+    if in_place:
+        return x, x[own] if case.collective == "reduce_scatter" else x, False
+    return x, poisoned(n), True
+
+
+def bound(comm: Communicator, case: Any, source: Any, target: Any, root: int, **how: Any) -> Callable[[], Any]:
+    """The case's collective as a function without arguments. case: of this file or of bench/cases.py."""
+    how["dtype"] = case.dtype
+    if case.collective == "all_gather":
+        return functools.partial(comm.all_gather, source, target, **how)
+    if case.collective == "reduce_scatter":
+        return functools.partial(comm.reduce_scatter, source, target, case.op, **how)
+    if case.collective == "all_reduce":
+        return functools.partial(comm.all_reduce, source, None if target is source else target, case.op, **how)
+    return functools.partial(comm.broadcast, target, root, **how)
+
+
 def _start(
     comm: Communicator, case: Case, index: int, inputs: list[Array]
-) -> tuple[Any, Array, Array, Array]:
+) -> tuple[Any, Array, Array, Array | None]:
     """Start the case: (request, buffer with the answer, expected answer, input or None if overwritten)."""
-    rank, world, n = comm.rank, comm.world_size, case.n_elems
-    mine, root = inputs[rank].copy(), index % world
-    wanted = expected(case, inputs, rank, root)
-    kwargs: dict[str, Any] = {"dtype": case.dtype, "async_op": True}
-    junk = np.frombuffer(b"\xa5" * 8, mine.dtype)[0]  # shows elements that the collective does not write
-    if case.collective == "all_gather":
-        out = np.full(world * n, junk)
-        block = out[rank * n : (rank + 1) * n]
-        block[:] = mine if case.in_place else junk
-        request = comm.all_gather(block if case.in_place else mine, out, **kwargs)
-        return request, out, wanted, mine
-    if case.collective == "broadcast":
-        out = mine if rank == root else np.full(n, junk)
-        return comm.broadcast(out, root, **kwargs), out, wanted, None
-    if case.collective == "all_reduce":
-        out = mine if case.in_place else np.full(n, junk)
-        request = comm.all_reduce(mine, None if case.in_place else out, case.op, **kwargs)
-        return request, out, wanted, None if case.in_place else mine
-    own = slice(rank * n, (rank + 1) * n)
-    out = mine[own] if case.in_place else np.full(n, junk)
-    request = comm.reduce_scatter(mine, out, case.op, **kwargs)
-    return request, out, wanted, None if case.in_place else mine
+    root = index % comm.world_size
+    source, out, stays = buffers(case, inputs, comm.rank, root, np.copy, case.in_place)
+    request = bound(comm, case, source, out, root, async_op=True)()
+    return request, out, expected(case, inputs, comm.rank, root), source if stays else None
+
+
+def problem(
+    work: Any, out: Any, wanted: Array, source: Any, before: Array, bits: Callable[[Any, Array], Array]
+) -> str | None:
+    """Wait and check. Returns what is wrong, or None.
+
+    Args: source: the input, if it must not change. bits: an array of the elements, of the second one's dtype.
+    """
+    work.wait()
+    text = difference(bits(out, wanted), wanted)
+    if text is None and source is not None:
+        changed = difference(bits(source, before), before)
+        text = None if changed is None else f"the input was changed: {changed}"
+    return text
 
 
 def difference(got: Array, wanted: Array) -> str | None:
@@ -248,15 +285,7 @@ def _verify_rank(rank: Rank, unique_id: bytes, transports: str | None, timeout_s
 
         def start(case: Case, index: int, inputs: list[Array]) -> Callable[[], str | None]:
             request, got, wanted, left = _start(comm, case, index, inputs)
-
-            def problem() -> str | None:
-                request.wait()
-                text = difference(got, wanted)
-                if text is None and left is not None and difference(left, inputs[comm.rank]) is not None:
-                    text = "the input was changed"
-                return text
-
-            return problem
+            return lambda: problem(request, got, wanted, left, inputs[comm.rank], lambda x, _like: x)
 
         tallies, examples = run_cases(rank, start)
         links = [f"rank {comm.rank} -> {peer}: {text}" for peer, text in comm.describe_links().items()]
@@ -278,20 +307,13 @@ def verify(
         on_progress: called with the number of cases done.
     Raises: RanksFailed if a rank failed otherwise than by a wrong answer, or took too long.
     """
-    outcomes = run_ranks(
-        _verify_rank,
-        world_size,
-        (get_unique_id(), transports, min(60.0, deadline_s)),
-        deadline_s=deadline_s,
-        on_message=None if on_progress is None else lambda _rank, n: on_progress(n),
-    )
-    return merged(outcomes)
+    return run(_verify_rank, world_size, (get_unique_id(), transports, min(60.0, deadline_s)), deadline_s, on_progress)
 
 
-def merged(
-    outcomes: list[tuple[dict[tuple[str, str], Tally], list[str], list[str], dict[str, int]]],
-) -> Result:
-    """The outcome on all ranks, from the (tallies, examples, links, frames) of each rank."""
+def run(worker: Callable[..., Outcome], world_size: int, args: Any, deadline_s: float, on_progress: Any) -> Result:
+    """Run `worker` in new processes. Returns the outcome on all ranks."""
+    on_message = None if on_progress is None else lambda _rank, n: on_progress(n)
+    outcomes = run_ranks(worker, world_size, args, deadline_s=deadline_s, on_message=on_message)
     total = Result({}, [], [], {})
     for tallies, examples, links, frames in outcomes:
         for key, tally in tallies.items():

@@ -12,7 +12,7 @@ import pytest
 
 from spccl import _launch as launch
 from spccl import plot, verify
-from spccl.bench import cases, report, runner, start
+from spccl.bench import cases, loop, report, runner, start
 
 # ---- functions that run as ranks; they must be importable by name ----
 
@@ -292,11 +292,12 @@ def test_wrong_answers_are_counted(monkeypatch):
         def prepare(self, case, source, target):
             return lambda: target.__setitem__(slice(None), 99)
 
-    bench = runner._Bench(0, 1, runner.Plan(()), None)
     case = cases.Case("all_reduce", 400, "float32", "sum", 0.5)
     source = target = np.zeros(100, np.float32)
     expected = np.ones(100, np.float32)
-    assert bench._wrong(case, source, target, Liar().prepare(case, source, target), expected) == 100
+    trial = loop.Trial("liar", case, 0, source, [target])
+    trial.calls = [Liar().prepare(case, source, target)]
+    assert trial.wrong(expected) == 100
 
 
 def test_verify_notices_a_wrong_expectation(monkeypatch):

@@ -256,11 +256,12 @@ def test_verify_can_fail():
 
     wanted = np.arange(8, dtype=np.float32)
     got, source = torch.arange(8.0), torch.arange(8.0)
-    assert gpu_verify._problem(Done(), got, wanted, source, wanted) is None
+    bits = gpu_verify._bits
+    assert verify.problem(Done(), got, wanted, source, wanted, bits) is None
     source[3] = -1.0
-    assert "the input was changed: 1 of 8" in gpu_verify._problem(Done(), got, wanted, source, wanted)
+    assert "the input was changed: 1 of 8" in verify.problem(Done(), got, wanted, source, wanted, bits)
     got[7] = 0.0
-    assert "1 of 8 elements wrong, the first at 7" in gpu_verify._problem(Done(), got, wanted, None, wanted)
+    assert "1 of 8 elements wrong, the first at 7" in verify.problem(Done(), got, wanted, None, wanted, bits)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")

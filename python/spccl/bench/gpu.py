@@ -13,16 +13,15 @@ import dataclasses
 import datetime
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..comm import REDUCING
-from ..frame import FORMATS
-from . import gpu_torch
+from . import gpu_torch, loop
 from .cases import ELEM_BYTES, Case
 from .gpu_report import GpuRow, Rates, make_gpu_row
-from .gpu_torch import ROOT, expected_output, input_of, make_clock, same_bits, starter
+from .gpu_torch import expected_output, input_of, same_bits, starter
 from .report import Measured
 from .start import BasePlan
 
@@ -57,57 +56,41 @@ class GpuPlan(BasePlan):
         return _run_cases(rank, world_size, ordinal, self, store, send)
 
 
-class System:
+class System(NamedTuple):
     """One system that is measured: a process group, and the memory of its calls.
 
     source, target: tensors of bytes, large enough for all cases. They are allocated first, as NCCL's symmetric windows
     must be registered before use.
     """
 
-    def __init__(self, name: str, group: Any, source: torch.Tensor, target: torch.Tensor) -> None:
-        self.name, self.group, self.source, self.target = name, group, source, target
+    name: str
+    group: Any
+    source: torch.Tensor
+    target: torch.Tensor
 
 
-class Trial:
+class Trial(loop.Trial):
     """One case on one system: views of its buffers, the calls to time, and how to restore the input."""
 
     def __init__(self, system: System, case: Case, data: torch.Tensor, rank: int, world: int, plan: GpuPlan):
-        self.system, self.case, self._data = system, case, data
-        n = case.block_elems(world)
-        n_out = n * (world if case.collective == "all_gather" else 1)
+        n, n_out = case.block_elems(world), case.out_elems(world)
         flat = system.target.view(data.dtype)
-        self.targets = [flat[i * n_out : (i + 1) * n_out] for i in range(case.calls())]
-        self._refill = case.collective == "all_reduce" or (case.collective == "broadcast" and rank == ROOT)
-        self._own = None
+        own = slice(rank * n, (rank + 1) * n) if case.collective == "all_gather" and plan.in_place else None
+        targets = [flat[i * n_out : (i + 1) * n_out] for i in range(case.calls())]
+        super().__init__(system.name, case, rank, data, targets, own)
         source = data
-        if case.collective == "all_gather" and plan.in_place:
-            self._own = slice(rank * n, (rank + 1) * n)
-        elif not self._refill:
+        if own is None and not self._refill:
             source = system.source.view(data.dtype)[: data.numel()]
             source.copy_(data)
-        self.calls: list[Callable[[], Any]] = []
-        for target in self.targets:
-            mine = source if self._own is None else target[self._own]
-            self.calls.append(starter(case, system.group, mine, target))
-        for target in self.targets:
-            self.reset(target)
-            if self._own is not None:
-                target[self._own].copy_(data)
+        for target in targets:
+            self.calls.append(starter(case, system.group, source if own is None else target[own], target))
+            self.fill(target)
 
-    def reset(self, target: torch.Tensor) -> None:
-        """Restore the input that a call has overwritten."""
-        if self._refill:
-            target.copy_(self._data)
-
-    def wrong(self, wanted: torch.Tensor) -> int:
-        """Poison the output, run once, and count the elements that differ from the expected ones."""
-        target = self.targets[0]
+    def poison(self, target: torch.Tensor) -> None:
         gpu_torch.poison(target)
-        self.reset(target)
-        if self._own is not None:
-            target[self._own].copy_(self._data)
-        self.calls[0]()
-        return target.numel() - same_bits(target, wanted)
+
+    def differing(self, target: torch.Tensor, expected: torch.Tensor) -> int:
+        return target.numel() - same_bits(target, expected)
 
 
 def iterations(seconds_left: float | None, rows_left: int, seconds_each: float, most: int) -> int:
@@ -121,28 +104,29 @@ def iterations(seconds_left: float | None, rows_left: int, seconds_each: float, 
     return max(min(int(affordable), most), min(_LEAST_ITERS, most))
 
 
-class Bench:
+class Bench(loop.Loop):
     """The measurement on one rank."""
+
+    least_warmup = 1
 
     def __init__(self, rank: int, world: int, plan: GpuPlan, control: Any, align: Any) -> None:
         """control: a Gloo group for CPU tensors. align: a group whose all-reduce makes the devices start together."""
         import torch
 
-        self.rank, self.world, self.plan, self._control, self._align = rank, world, plan, control, align
-        self.clock = make_clock(plan.device)
-        self._token = torch.zeros(1, device=self.clock.device)
+        super().__init__(rank, world, plan, gpu_torch.CudaClock() if plan.device == "cuda" else loop.HostClock())
+        self.plan, self._control, self._align = plan, control, align
+        self.device = torch.device(plan.device, torch.cuda.current_device() if plan.device == "cuda" else None)
+        self._token = torch.zeros(1, device=self.device)
         self._host: dict[tuple[str, str, int], float] = {}
         self._deadline = None if plan.seconds is None else time.monotonic() + plan.seconds
-
-    # ---- communication between the ranks ----
+        self._rows_left = len(plan.cases)
 
     def gather(self, values: Any) -> np.ndarray:
-        """The values of all ranks, [world, len(values)] float64, on every rank."""
         import torch
         import torch.distributed as dist
 
         mine = torch.from_numpy(np.ascontiguousarray(values, np.float64))
-        every = [torch.empty_like(mine) for _ in range(self.world)]
+        every = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(every, mine, group=self._control)
         return torch.stack(every).numpy()
 
@@ -152,81 +136,30 @@ class Bench:
         self.clock.let_host_run_ahead(n_calls)
         dist.all_reduce(self._token, group=self._align)
 
-    # ---- one case ----
-
-    def run(self, case: Case, systems: list[System], stats: Any, rows_left: int) -> Measured | None:
+    def run(self, case: Case, systems: list[System], read: Any, rows_left: int) -> Measured | None:
         """Measure a case. Returns None if the budget is spent. Rank 0's clock decides that for all ranks."""
-        left = None if self._deadline is None else self._deadline - time.monotonic()
+        left, self._rows_left = self._seconds_left(), rows_left
         if self.gather([1.0 if left is None or left > 0 else 0.0])[0, 0] == 0:
             return None
-        data = input_of(case, self.rank, self.world, self.clock.device)
-        trials = [Trial(s, case, data, self.rank, self.world, self.plan) for s in systems]
-        wanted = expected_output(case, self.rank, self.world, self.clock.device)
+        place = (self.rank, self.world_size)
+        data = input_of(case, *place, self.device)
+        trials = [Trial(system, case, data, *place, self.plan) for system in systems]
         with contextlib.ExitStack() as stack:
             if self.plan.graph:
                 for trial in trials:
                     trial.calls = [stack.enter_context(self.clock.captured(call)) for call in trial.calls]
-            wrong = [float(trial.wrong(wanted)) for trial in trials]
-            self.clock.synchronize()
-            del wanted
-            times, n_calls, sent = self._time(trials, stats, rows_left)
-        return self._measured(case, trials, times, wrong, [x / n_calls for x in sent])
+            measured = self.measure(trials, lambda: expected_output(case, *place, self.device), read)
+        timed = [system for system in systems if system.name != "nccl_symm" and self.plan.host_calls]
+        return dataclasses.replace(measured, host={system.name: self._host_cost(case, system) for system in timed})
 
-    def _time(self, trials: list[Trial], stats: Any, rows_left: int) -> tuple[list[np.ndarray], int, list[float]]:
-        """Returns: by system, [iters] seconds on this rank; the number of timed calls of spccl; by how much each of
-        spccl's counters rose."""
-        before_warmup = time.monotonic()
-        for i in range(max(self.plan.warmup, 1)):
-            self._round(trials, i)
-        self.clock.synchronize()
-        each = (time.monotonic() - before_warmup) / max(self.plan.warmup, 1)
-        left = None if self._deadline is None else self._deadline - time.monotonic()
+    def _seconds_left(self) -> float | None:
+        return None if self._deadline is None else self._deadline - time.monotonic()
+
+    def warmed_up(self, seconds_each: float) -> int:
+        left = self._seconds_left()
         # Data, check and warm-up of a row together take about as long as ten iterations.
-        iters = iterations(None if left is None else max(left, 0.001) / 2, rows_left, each, self.plan.iters)
-        iters = int(self.gather([float(iters)])[0, 0])
-        before = stats()
-        rounds = [self._round(trials, i) for i in range(iters)]
-        self.clock.synchronize()
-        after = stats()
-        times = [
-            np.array([self.clock.seconds(*one[s]) / len(trials[s].calls) for one in rounds])
-            for s in range(len(trials))
-        ]
-        return times, iters * len(trials[0].calls), [b - a for a, b in zip(before, after, strict=True)]
-
-    def _round(self, trials: list[Trial], i: int) -> list[Any]:
-        """Run every system once. The order alternates, because data that one system leaves in caches helps the next."""
-        marks: list[Any] = [None] * len(trials)
-        order = range(len(trials))
-        for s in order if i % 2 == 0 else reversed(order):
-            trial = trials[s]
-            for target in trial.targets:
-                trial.reset(target)
-            self.line_up(len(trial.calls))
-            start = self.clock.mark()
-            for call in trial.calls:
-                call()
-            marks[s] = (start, self.clock.mark())
-        return marks
-
-    def _measured(
-        self, case: Case, trials: list[Trial], times: list[np.ndarray], wrong: list[float], sent: list[float]
-    ) -> Measured:
-        names = [trial.system.name for trial in trials]
-        slowest = [self.gather(one).max(axis=0) for one in times]
-        total = self.gather([*wrong, *sent]).sum(axis=0)
-        wrongs, counters = total[: len(wrong)], total[len(wrong) :]
-        host = {}
-        for trial in trials:
-            if trial.system.name != "nccl_symm" and self.plan.host_calls:
-                host[trial.system.name] = self._host_cost(case, trial.system)
-        return Measured(
-            times=dict(zip(names, slowest, strict=True)),
-            wrong={name: int(n) for name, n in zip(names, wrongs, strict=True)},
-            wire_bytes=counters[0] / self.world,
-            frames={name: round(1000 * n) for name, n in zip(FORMATS, counters[1:], strict=True)},
-            host=host,
-        )
+        half = None if left is None else max(left, 0.001) / 2
+        return int(self.gather([float(iterations(half, self._rows_left, seconds_each, self.plan.iters))])[0, 0])
 
     def _host_cost(self, case: Case, system: System) -> float:
         """Seconds for which one call occupies the calling thread: the median over batches, of the slowest rank. It is
@@ -234,8 +167,8 @@ class Bench:
         key = (case.collective, system.name, case.max_ctas)
         if key not in self._host:
             small = dataclasses.replace(case, size_bytes=_HOST_CASE_BYTES, sparsity=0.99)
-            data = input_of(small, self.rank, self.world, self.clock.device)
-            call = Trial(system, small, data, self.rank, self.world, self.plan).calls[0]
+            data = input_of(small, self.rank, self.world_size, self.device)
+            call = Trial(system, small, data, self.rank, self.world_size, self.plan).calls[0]
             batch = min(_HOST_BATCH, self.plan.host_calls)
             costs = []
             for _ in range(max(self.plan.host_calls // batch, 1) + 1):
@@ -293,7 +226,7 @@ def _run_cases(
         groups: dict[int, Any] = {}
         for i, case in enumerate(plan.cases):
             if case.max_ctas not in groups:
-                groups[case.max_ctas] = gpu_torch.spccl_group(case.max_ctas, timeout)
+                groups[case.max_ctas] = gpu_torch.spccl_group(timeout, max_ctas=case.max_ctas)
             ours = System("spccl", groups[case.max_ctas], source, target)
             read = gpu_torch.counters(ours.group, plan.device)
             measured = bench.run(case, [ours, *peers], read, len(plan.cases) - i)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,13 @@ import torch.distributed as dist
 from .. import comm, frame, verify
 from .cases import Case
 from .gpu_report import LINK_GBS, Rates
+from .loop import POISON, ROOT
 
-ROOT = 0  # of broadcasts
 DTYPES = {name: torch.uint8 if name == "float8" else getattr(torch, name) for name in frame.DTYPES}
 OPS = {name: getattr(dist.ReduceOp, "PRODUCT" if name == "prod" else name.upper()) for name in comm.OPS}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 26  # elements that are made at a time
 _HEAD_START_CYCLES, _CALL_CYCLES = 300_000, 150_000  # at 2 GHz: longer than the host needs to enqueue
-_POISON = 0xA5
 
 
 # ---- data ----
@@ -63,8 +61,7 @@ def expected_output(case: Case, rank: int, world: int, device: torch.device) -> 
 
 
 def poison(x: torch.Tensor) -> None:
-    """Fill x with bytes that no result has. So the check finds elements that a system does not write."""
-    x.view(torch.uint8).fill_(_POISON)
+    x.view(torch.uint8).fill_(POISON)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> int:
@@ -99,9 +96,6 @@ def starter(
 class CudaClock:
     """Measures time between two points of the current CUDA stream."""
 
-    def __init__(self) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
-
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -111,7 +105,7 @@ class CudaClock:
         return 1e-3 * start.elapsed_time(end)
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize()
 
     def let_host_run_ahead(self, n_calls: int = 1) -> None:
         torch.cuda._sleep(_HEAD_START_CYCLES + n_calls * _CALL_CYCLES)
@@ -128,31 +122,6 @@ class CudaClock:
         yield graph.replay
         self.synchronize()
         graph.reset()
-
-
-class HostClock:
-    """As CudaClock, for calls that are done when they return."""
-
-    device = torch.device("cpu")
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-    def synchronize(self) -> None:
-        pass
-
-    def let_host_run_ahead(self, n_calls: int = 1) -> None:
-        pass
-
-    def captured(self, call: Callable[[], Any]) -> contextlib.AbstractContextManager[Callable[[], Any]]:
-        raise ValueError("a CUDA graph needs a GPU: leave out --graph")
-
-
-def make_clock(device: str) -> CudaClock | HostClock:
-    return CudaClock() if device == "cuda" else HostClock()
 
 
 # ---- groups and memory ----
@@ -179,27 +148,25 @@ def buffers(device: torch.device, source_bytes: int, target_bytes: int) -> tuple
     )
 
 
-def spccl_group(max_ctas: int, timeout: datetime.timedelta) -> Any:
-    """A spccl group of all ranks."""
+def spccl_group(timeout: datetime.timedelta, **options: Any) -> Any:
+    """A spccl group of all ranks. options: of `backend.Options`."""
     from .. import backend
 
     backend.register()
-    return dist.new_group(backend="spccl", timeout=timeout, pg_options=backend.Options(max_ctas=max_ctas))
+    return dist.new_group(backend="spccl", timeout=timeout, pg_options=backend.Options(**options))
 
 
-def counters(group: Any, device: str) -> Callable[[], list[float]]:
-    """A function that reads [bytes sent, frames by format] of a spccl group. On GPUs it raises RuntimeError if spccl's
-    own kernels do not run the collectives: with a fallback, NCCL would be compared with itself."""
+def counters(group: Any, device: str = "cpu") -> Callable[[], list[float]]:
+    """A function that reads [bytes sent, their bytes if dense, frames by format] of a spccl group. On GPUs it does not
+    know the second, and raises RuntimeError if spccl's own kernels do not run the collectives: with a fallback, NCCL
+    would be compared with itself."""
     from .. import backend
 
     def read() -> list[float]:
-        if device != "cuda":
-            s = backend.stats(group)
-            return [float(s.wire_bytes_sent), *(float(s.frames_sent[name]) for name in frame.FORMATS)]
-        c = backend.cuda_stats(group)
-        if c.path != "engine":
+        c = backend.stats(group) if device == "cpu" else backend.cuda_stats(group)
+        if device != "cpu" and c.path != "engine":
             raise RuntimeError(f"spccl's kernels do not run CUDA collectives here, but {c.path!r} does: {c.why}")
-        return [float(c.wire_bytes_sent), *(float(c.frames_sent[name]) for name in frame.FORMATS)]
+        return [c.wire_bytes_sent, getattr(c, "dense_bytes_sent", 0), *(c.frames_sent[name] for name in frame.FORMATS)]
 
     return read
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from .. import verify
-from .._launch import Rank, run_ranks
+from .._launch import Rank
 from ..frame import FORMATS
 from . import gpu_torch
 from .start import torch_store
@@ -33,12 +33,6 @@ def _tensor(bits: verify.Array, dtype: str, device: torch.device) -> torch.Tenso
     return x
 
 
-def _poisoned(n_elems: int, dtype: str, device: torch.device) -> torch.Tensor:
-    out = torch.empty(n_elems, dtype=gpu_torch.DTYPES[dtype], device=device)
-    gpu_torch.poison(out)
-    return out
-
-
 def start(
     case: verify.Case, index: int, inputs: list[verify.Array], rank: int, device: torch.device, group: Any
 ) -> Callable[[], str | None]:
@@ -46,37 +40,12 @@ def start(
 
     torch's all-reduce is always in place.
     """
-    mine, n = inputs[rank], case.n_elems
-    x = _tensor(mine, case.dtype, device)
-    own = slice(rank * n, (rank + 1) * n)
     root = index % len(inputs)
-    source: torch.Tensor | None = x
-    if case.collective == "all_gather":
-        out = _poisoned(len(inputs) * n, case.dtype, device)
-        if case.in_place:
-            out[own].copy_(x)
-            x, source = out[own], None
-    elif case.collective == "reduce_scatter":
-        out = x[own] if case.in_place else _poisoned(n, case.dtype, device)
-        source = None if case.in_place else x
-    else:
-        is_input = case.collective == "all_reduce" or rank == root
-        out, source = x if is_input else _poisoned(n, case.dtype, device), None
+    in_place = case.in_place or case.collective == "all_reduce"
+    x, out, stays = verify.buffers(case, inputs, rank, root, lambda bits: _tensor(bits, case.dtype, device), in_place)
     wanted = verify.expected(case, inputs, rank, root)
     work = gpu_torch.starter(case, group, x, out, root, async_op=True)()
-    return lambda: _problem(work, out, wanted, source, mine)
-
-
-def _problem(
-    work: Any, out: torch.Tensor, wanted: verify.Array, source: torch.Tensor | None, before: verify.Array
-) -> str | None:
-    """Wait and check. Returns what is wrong, or None. source: the input, if it must not change."""
-    work.wait()
-    text = verify.difference(_bits(out, wanted), wanted)
-    if text is None and source is not None:
-        changed = verify.difference(_bits(source, before), before)
-        text = None if changed is None else f"the input was changed: {changed}"
-    return text
+    return lambda: verify.problem(work, out, wanted, x if stays else None, inputs[rank], _bits)
 
 
 def _verify_rank(rank: Rank, device_name: str, store_file: str, timeout_s: float) -> verify.Outcome:
@@ -84,11 +53,11 @@ def _verify_rank(rank: Rank, device_name: str, store_file: str, timeout_s: float
     timeout = datetime.timedelta(seconds=timeout_s)
     store = torch_store(store_file, rank.world_size, timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world_size, timeout=timeout)
-    group = gpu_torch.spccl_group(0, timeout)
+    group = gpu_torch.spccl_group(timeout)
     tallies, examples = verify.run_cases(
         rank, lambda case, index, inputs: start(case, index, inputs, rank.rank, device, group)
     )
-    frames = gpu_torch.counters(group, device_name)()[1:]
+    frames = gpu_torch.counters(group, device_name)()[2:]
     links = [f"rank {rank.rank}: {_path(group, device)}"]
     dist.barrier()
     dist.destroy_process_group()
@@ -114,11 +83,5 @@ def verify_gpus(
     did not do the work.
     """
     with tempfile.TemporaryDirectory(prefix="spccl-verify-") as folder:
-        outcomes = run_ranks(
-            _verify_rank,
-            world_size,
-            (device, os.path.join(folder, "store"), min(60.0, deadline_s)),
-            deadline_s=deadline_s,
-            on_message=None if on_progress is None else lambda _rank, n: on_progress(n),
-        )
-    return verify.merged(outcomes)
+        args = (device, os.path.join(folder, "store"), min(60.0, deadline_s))
+        return verify.run(_verify_rank, world_size, args, deadline_s, on_progress)

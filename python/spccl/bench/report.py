@@ -203,6 +203,7 @@ class Measured:
     wire_bytes: bytes that spccl sent per call, mean over the ranks.
     frames: by format, frames that all ranks sent, or a multiple.
     host: by system, seconds for which one call occupies the calling thread.
+    dense_bytes: as wire_bytes, if the messages were dense; 0: not counted.
     """
 
     times: dict[str, np.ndarray]
@@ -210,6 +211,7 @@ class Measured:
     wire_bytes: float
     frames: dict[str, int]
     host: dict[str, float]
+    dense_bytes: float = 0.0
 
 
 def make_row(case: Case, m: Measured, *, via: str, world_size: int, peer: str, dense_bytes: float) -> Row:

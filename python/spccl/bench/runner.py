@@ -1,8 +1,6 @@
-"""Runs cases: checks the results, warms up, then times spccl and a dense library in turns, in the same run.
+"""Measures spccl on host memory, and Gloo beside it: the ranks' groups, their data, emulated hosts.
 
-An untimed barrier, on a communicator of its own, is before each timed iteration. The time of an iteration is that
-of the slowest rank. Up to 64 KiB an iteration is a batch of calls (`Case.calls`), and its time is divided by their
-number.
+An untimed barrier, on a communicator of its own, is before each timed iteration.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import dataclasses
 import datetime
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -23,10 +22,9 @@ from ..comm import Communicator, get_unique_id
 from ..frame import FORMATS, numpy_dtype
 from . import hosts
 from .cases import Case
-from .report import HostRow, Measured, Row, make_row
+from .loop import ROOT, HostClock, Loop, Trial
+from .report import HostRow, Row, make_row
 from .start import BasePlan
-
-ROOT = 0  # of broadcasts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Plan(BasePlan):
             for case in self.cases:
                 rows.append(bench.run(case, ours, gloo if self.peer == "gloo" else None))
                 send(("row", rows[-1]))
-            bench.barrier()  # no rank may leave while others still communicate with it
+            bench.line_up()  # no rank may leave while others still communicate with it
             if self.needs_torch:
                 import torch.distributed as dist
 
@@ -86,21 +84,14 @@ class Native:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
 
-    def sent(self) -> np.ndarray:
-        """[2 + formats]: bytes sent so far, their bytes if they were dense, frames by format."""
+    def sent(self) -> list[float]:
+        """Bytes sent so far, their bytes if they were dense, frames by format."""
         s = self._comm.stats()
-        return np.array([s.wire_bytes_sent, s.dense_bytes_sent, *(s.n_frames_sent[name] for name in FORMATS)])
+        return [s.wire_bytes_sent, s.dense_bytes_sent, *(s.n_frames_sent[name] for name in FORMATS)]
 
     def prepare(self, case: Case, source: Any, target: Any, async_op: bool = False) -> Callable[[], Any]:
-        comm = self._comm
-        kwargs: dict[str, Any] = {"dtype": case.dtype, "async_op": async_op}
-        if case.collective == "all_gather":
-            return lambda: comm.all_gather(source, target, **kwargs)
-        if case.collective == "reduce_scatter":
-            return lambda: comm.reduce_scatter(source, target, case.op, **kwargs)
-        if case.collective == "all_reduce":
-            return lambda: comm.all_reduce(target, None, case.op, **kwargs)
-        return lambda: comm.broadcast(target, ROOT, **kwargs)
+        start = target if case.collective == "all_reduce" else source
+        return verify.bound(self._comm, case, start, target, ROOT, async_op=async_op)
 
 
 class Torch:
@@ -109,11 +100,10 @@ class Torch:
     def __init__(self, group: Any) -> None:
         self._group = group
 
-    def sent(self) -> np.ndarray:
-        from .. import backend
+    def sent(self) -> list[float]:
+        from . import gpu_torch
 
-        s = backend.stats(self._group)
-        return np.array([s.wire_bytes_sent, s.dense_bytes_sent, *(s.frames_sent[name] for name in FORMATS)])
+        return gpu_torch.counters(self._group)()
 
     def prepare(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
         import torch
@@ -146,74 +136,58 @@ def _input(base: np.ndarray, rank: int) -> np.ndarray:
 # ---- one case ----
 
 
-class _Bench:
+class _Bench(Loop):
     """Runs the cases on one rank."""
 
     def __init__(self, rank: int, world_size: int, plan: Plan, control: Communicator) -> None:
-        self.rank, self.world_size, self.plan, self.control = rank, world_size, plan, control
+        super().__init__(rank, world_size, plan, HostClock())
+        self.plan, self.control = plan, control
         self._token = np.zeros(1, np.int8)
+        self._counted: dict[str, list[hosts.Counters]] = defaultdict(list)
 
-    def barrier(self) -> None:
+    def line_up(self, n_calls: int = 1) -> None:
         self.control.all_reduce(self._token)
 
-    def gather(self, values: np.ndarray) -> np.ndarray:
-        """The values of all ranks, [world_size, len(values)] float64, on every rank."""
+    def gather(self, values: Any) -> np.ndarray:
         out = np.empty(self.world_size * len(values), np.float64)
         self.control.all_gather(np.ascontiguousarray(values, np.float64), out)
         return out.reshape(self.world_size, -1)
 
     def run(self, case: Case, ours: Native | Torch, peer: Torch | None) -> Row:
         n = case.block_elems(self.world_size)
-        n_in = n * (self.world_size if case.collective == "reduce_scatter" else 1)
-        n_out = case.out_elems(self.world_size)
-        base = _base(case, n_in)
+        base = _base(case, n * (self.world_size if case.collective == "reduce_scatter" else 1))
         source = _input(base, self.rank)
-        targets = [np.empty(n_out, source.dtype) for _ in range(case.calls())]
-        systems: list[Native | Torch] = [ours] if peer is None else [ours, peer]
-        calls = [[system.prepare(case, source, target) for target in targets] for system in systems]
-
-        expected = verify.expected(case, [_input(base, r) for r in range(self.world_size)], self.rank, ROOT)
-        wrong = [self._wrong(case, source, targets[0], one[0], expected) for one in calls]
-        del expected
-        times = [np.empty(self.plan.iters) for _ in systems]
-        network = np.zeros((len(systems), 3))
-        before = ours.sent()
-        for i in range(-self.plan.warmup, self.plan.iters):
-            if i == 0:
-                before = ours.sent()
-            # The order alternates, because data that one system leaves in the caches helps the next.
-            for s in range(len(systems)) if i % 2 == 0 else reversed(range(len(systems))):
-                elapsed, used = self._counted(case, source, targets, calls[s])
-                if i >= 0:
-                    times[s][i] = elapsed / len(targets)
-                    network[s] += used
-        row = self._row(case, times, wrong, ours.sent() - before)
+        systems: dict[str, Native | Torch] = {"spccl": ours} | ({} if peer is None else {self.plan.peer: peer})
+        targets = [np.empty(case.out_elems(self.world_size), source.dtype) for _ in range(case.calls())]
+        trials = [Trial(name, case, self.rank, source, targets) for name in systems]
+        for trial, system in zip(trials, systems.values(), strict=True):
+            trial.calls = [system.prepare(case, source, target) for target in targets]
+        inputs = (_input(base, r) for r in range(self.world_size))
+        m = self.measure(trials, lambda: verify.expected(case, list(inputs), self.rank, ROOT), ours.sent)
+        how: dict[str, Any] = {"via": self.plan.via, "world_size": self.world_size, "peer": self.plan.peer}
+        row = make_row(case, m, dense_bytes=m.dense_bytes, **how)
         if not self.plan.n_hosts:
             return row
-        row = self._with_network(row, network)
+        row = self._with_network(row, [self._counted.pop(name)[-self.plan.iters :] for name in systems])
         if isinstance(ours, Native) and self.plan.in_flight:
             return self._with_in_flight(row, case, source, ours)
         return row
 
-    def _counted(
-        self, case: Case, source: np.ndarray, targets: list[np.ndarray], calls: list[Callable[[], Any]]
-    ) -> tuple[float, tuple[int, int, int]]:
-        """Run one iteration. Returns seconds, and what this rank's host counted: bytes, retransmissions, time-outs.
-        Of the ranks of a host only the first counts."""
-        if self.plan.n_hosts == 0 or self.rank % (self.world_size // self.plan.n_hosts) != 0:
-            elapsed = self._iteration(case, source, targets, calls)
-            if self.plan.n_hosts:
-                self.barrier()
-            return elapsed, (0, 0, 0)
+    def iteration(self, trial: Trial) -> tuple[Any, Any]:
+        """Also notes what this rank's host counted."""
+        if self.plan.n_hosts == 0:
+            return super().iteration(trial)
         before = hosts.counters()
-        elapsed = self._iteration(case, source, targets, calls)
-        self.barrier()  # all ranks are done
-        used = hosts.counters().since(before)
-        return elapsed, (used.tx_bytes, used.retransmits, used.timeouts)
+        marks = super().iteration(trial)
+        self.line_up()  # all ranks are done
+        self._counted[trial.name].append(hosts.counters().since(before))
+        return marks
 
-    def _with_network(self, row: Row, network: np.ndarray) -> HostRow:
-        """Add what the hosts counted. network: [systems, 3] sums over this rank's iterations."""
-        everyone = np.stack([self.gather(one) for one in network])  # [systems, ranks, 3]
+    def _with_network(self, row: Row, counted: list[list[hosts.Counters]]) -> HostRow:
+        """Add what the hosts counted, by system and iteration. Of the ranks of a host only the first counts."""
+        is_first = self.rank % (self.world_size // self.plan.n_hosts) == 0
+        sums = [is_first * np.sum([dataclasses.astuple(c) for c in one], axis=0) for one in counted]
+        everyone = np.stack([self.gather(one) for one in sums])  # [systems, ranks, 3]
         busiest = everyone[:, :, 0].max(axis=1) / self.plan.iters / row.calls_per_iter
         counts = everyone[:, :, 1:].sum(axis=1)
         return HostRow(
@@ -232,11 +206,12 @@ class _Bench:
         """Add the times of one call alone, and of the first and the last of `in_flight` calls, in turns."""
         n = self.plan.in_flight
         targets = [np.empty(case.out_elems(self.world_size), source.dtype) for _ in range(n)]
-        calls = [ours.prepare(case, source, target, async_op=True) for target in targets]
+        trial = Trial("spccl", case, self.rank, source, targets)
+        trial.calls = [ours.prepare(case, source, target, async_op=True) for target in targets]
         times = np.empty((4, self.plan.iters))
         for i in range(-self.plan.warmup, self.plan.iters):
-            _, alone, _ = self._together(case, source, targets[:1], calls[:1])
-            first, last, n_bytes = self._together(case, source, targets, calls)
+            _, alone, _ = self._together(trial, 1)
+            first, last, n_bytes = self._together(trial, n)
             if i >= 0:
                 times[:, i] = alone, first, last, n_bytes
         alone, first, last, n_bytes = (np.median(self.gather(one).max(axis=0)) for one in times)
@@ -249,67 +224,21 @@ class _Bench:
             first_bytes=round(n_bytes),
         )
 
-    def _together(
-        self, case: Case, source: np.ndarray, targets: list[np.ndarray], calls: list[Callable[[], Any]]
-    ) -> tuple[float, float, int]:
-        """Issue the calls at once. Seconds until the first and until the last is done, and the bytes that this rank's
+    def _together(self, trial: Trial, n: int) -> tuple[float, float, int]:
+        """Issue n calls at once. Seconds until the first and until the last is done, and the bytes that this rank's
         host sent until the first was done."""
-        for target in targets:
-            self._reset(case, source, target)
-        self.barrier()
+        for target in trial.targets[:n]:
+            trial.reset(target)
+        self.line_up()
         before = hosts.counters()
         start = time.perf_counter()
-        requests = [call() for call in calls]
+        requests = [call() for call in trial.calls[:n]]
         requests[0].wait()
         first = time.perf_counter() - start
         n_bytes = hosts.counters().since(before).tx_bytes
         for request in requests[1:]:
             request.wait()
         return first, time.perf_counter() - start, n_bytes
-
-    def _reset(self, case: Case, source: np.ndarray, target: np.ndarray) -> None:
-        if case.collective == "all_reduce" or (case.collective == "broadcast" and self.rank == ROOT):
-            target[:] = source
-
-    def _iteration(
-        self, case: Case, source: np.ndarray, targets: list[np.ndarray], calls: list[Callable[[], Any]]
-    ) -> float:
-        for target in targets:
-            self._reset(case, source, target)
-        self.barrier()
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        return time.perf_counter() - start
-
-    def _wrong(
-        self,
-        case: Case,
-        source: np.ndarray,
-        target: np.ndarray,
-        call: Callable[[], Any],
-        expected: np.ndarray,
-    ) -> int:
-        target.view(np.uint8)[:] = 0xA5
-        self._reset(case, source, target)
-        call()
-        return int(np.count_nonzero(target != expected))
-
-    def _row(self, case: Case, times: list[np.ndarray], wrong: list[int], sent: np.ndarray) -> Row:
-        names = ["spccl", self.plan.peer][: len(times)]
-        slowest = [self.gather(one).max(axis=0) for one in times]
-        total = self.gather(np.array([*wrong, *sent])).sum(axis=0)
-        wire, dense, *frames = total[len(wrong) :]
-        per_call = 1 / (self.plan.iters * case.calls() * self.world_size)
-        measured = Measured(
-            times=dict(zip(names, slowest, strict=True)),
-            wrong={name: int(n) for name, n in zip(names, total, strict=False)},
-            wire_bytes=wire * per_call,
-            frames={name: int(n) for name, n in zip(FORMATS, frames, strict=True)},
-            host={},
-        )
-        how: dict[str, Any] = {"via": self.plan.via, "world_size": self.world_size, "peer": self.plan.peer}
-        return make_row(case, measured, dense_bytes=dense * per_call, **how)
 
 
 # ---- groups ----
@@ -326,8 +255,6 @@ def _torch_groups(rank: int, world_size: int, plan: Plan, store: Any) -> tuple[T
     gloo = Torch(dist.group.WORLD)
     if plan.via != "torch":
         return gloo, None
-    from .. import backend
+    from . import gpu_torch
 
-    backend.register()
-    options = backend.Options(transports=plan.transports or "")
-    return gloo, Torch(dist.new_group(backend="spccl", timeout=timeout, pg_options=options))
+    return gloo, Torch(gpu_torch.spccl_group(timeout, transports=plan.transports or ""))
