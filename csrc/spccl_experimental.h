@@ -1,5 +1,5 @@
-/* spccl_experimental.h - what is not settled yet: weights, and pruned all-reduces in two stages. The promise: what is
- * here, in spccl_channel.h and in spccl_device.cuh works and is tested as everything else is, but any version, also 0.N.x,
+/* spccl_experimental.h - what is not settled yet: weights, wide sums, pruned all-reduces in two stages. The promise: what
+ * is here, in spccl_channel.h and in spccl_device.cuh works and is tested as everything else is, but any version, also 0.N.x,
  * may change or remove it; CHANGELOG.md then says so. A program that uses it is compiled again for each version.
  *
  * spccl.h includes this header until 0.3; include it by its name. */
@@ -55,6 +55,15 @@ SPCCL_API void spccl_weights_plan_destroy(spccl_weights_plan *plan); /* accepts 
 SPCCL_API spccl_status spccl_weights_send(spccl_weights_plan *plan, void *out,
                                           const spccl_weights_options *options, void *stream);
 SPCCL_API spccl_status spccl_weights_receive(spccl_weights_plan *plan, const void *change, void *stream);
+
+/* ---- sums that are not rounded ------------------------------------------------------------------- */
+/* spccl_reduce_scatter, but `out` has float32 where `dtype` is float16 or bfloat16, which travel: the sum, or the mean,
+ * before it is rounded. Then it is not in place. Ranks that call spccl_reduce_scatter with the same arguments take part. */
+SPCCL_API spccl_status spccl_reduce_scatter_wide(spccl_comm *comm, const void *in, void *out, size_t n_elems,
+                                                 spccl_dtype dtype, spccl_redop op, spccl_request **req);
+SPCCL_API spccl_status spccl_cuda_reduce_scatter_wide(spccl_comm *comm, const void *in, void *out,
+                                                      size_t n_elems, spccl_dtype dtype, spccl_redop op,
+                                                      void *stream);
 
 /* ---- pruned all-reduces in two stages ------------------------------------------------------------- */
 /* spccl_cuda_prune_all_reduce in two calls with the same arguments. Stage 1 does on its `stream` what need not wait for

@@ -29,9 +29,15 @@ struct one_case {
     size_t n;        /* as in spccl.h */
     int density_pct; /* 0..100 */
     bool in_place, async;
+    bool wide; /* reduce_scatter: spccl_reduce_scatter_wide */
     int pattern;
     uint64_t seed;
 };
+
+static inline spccl_dtype out_dtype(const struct one_case *c)
+{
+    return c->wide ? sp_acc_dtype(c->dtype) : c->dtype;
+}
 
 /* What a case must give, of all ranks: the output (all_gather, all_reduce, broadcast), or the outputs of all
  * ranks one after the other (reduce_scatter). The first rank that checks the case makes it. */
@@ -235,9 +241,9 @@ static inline uint64_t reduced_f32(const struct one_case *c, const struct sum_or
     }
     if (c->op == SPCCL_AVG)
         all /= (float)o->n_ranks;
-    return c->dtype == SPCCL_FLOAT32   ? sp_f32_to_bits(all)
-           : c->dtype == SPCCL_FLOAT16 ? sp_f16_from_f32(all)
-                                       : sp_bf16_from_f32(all);
+    return out_dtype(c) == SPCCL_FLOAT32 ? sp_f32_to_bits(all)
+           : c->dtype == SPCCL_FLOAT16   ? sp_f16_from_f32(all)
+                                         : sp_bf16_from_f32(all);
 }
 
 /* The reduction of element i over all ranks, in the order that test_sum_order gives. */
@@ -258,9 +264,9 @@ static inline uint64_t reduced(const struct one_case *c, int n_ranks, size_t i)
 static inline uint8_t *make_expected(const struct one_case *c, int n_ranks)
 {
     size_t n = c->coll == ALL_REDUCE || c->coll == BROADCAST ? c->n : c->n * (size_t)n_ranks;
-    uint8_t *bytes = malloc(n * sp_dtype_bytes(c->dtype) + 1);
+    uint8_t *bytes = malloc(n * sp_dtype_bytes(out_dtype(c)) + 1);
     for (size_t i = 0; i < n; i++)
-        put(bytes, i, c->dtype,
+        put(bytes, i, out_dtype(c),
             c->coll == ALL_GATHER  ? element(c, (int)(i / c->n), i % c->n)
             : c->coll == BROADCAST ? element(c, c->root, i)
                                    : reduced(c, n_ranks, i));
@@ -278,14 +284,15 @@ struct buffers {
 static inline struct buffers make_buffers(const struct one_case *c, const struct rank_ctx *ctx)
 {
     struct buffers b = {0};
-    size_t e = sp_dtype_bytes(c->dtype), n_ranks = (size_t)ctx->n_ranks, own = (size_t)ctx->rank * c->n;
+    size_t e = sp_dtype_bytes(c->dtype), e_out = sp_dtype_bytes(out_dtype(c));
+    size_t n_ranks = (size_t)ctx->n_ranks, own = (size_t)ctx->rank * c->n;
     b.n_in = c->coll == REDUCE_SCATTER ? c->n * n_ranks : c->n;
     b.n_out = c->coll == ALL_GATHER ? c->n * n_ranks : c->n;
-    b.alloc_out = malloc(b.n_out * e);
+    b.alloc_out = malloc(b.n_out * e_out);
     b.alloc_in = malloc(b.n_in * e);
     b.in = b.alloc_in;
     b.out = b.alloc_out;
-    memset(b.out, 0xa5, b.n_out * e);
+    memset(b.out, 0xa5, b.n_out * e_out);
     if (c->coll == BROADCAST) {
         if (ctx->rank == c->root)
             for (size_t i = 0; i < c->n; i++)
@@ -298,7 +305,7 @@ static inline struct buffers make_buffers(const struct one_case *c, const struct
         b.in = b.out;
     for (size_t i = 0; i < b.n_in; i++)
         put(b.in, i, c->dtype, element(c, ctx->rank, i));
-    if (c->in_place && c->coll == REDUCE_SCATTER)
+    if (c->in_place && c->coll == REDUCE_SCATTER && e_out == e)
         b.out = b.in + own * e;
     return b;
 }
@@ -310,7 +317,8 @@ static inline spccl_status issue(const struct one_case *c, spccl_comm *comm, con
     case ALL_GATHER:
         return spccl_all_gather(comm, b->in, b->out, c->n, c->dtype, req);
     case REDUCE_SCATTER:
-        return spccl_reduce_scatter(comm, b->in, b->out, c->n, c->dtype, c->op, req);
+        return (c->wide ? spccl_reduce_scatter_wide : spccl_reduce_scatter)(comm, b->in, b->out, c->n,
+                                                                            c->dtype, c->op, req);
     case ALL_REDUCE:
         return spccl_all_reduce(comm, b->in, b->out, c->n, c->dtype, c->op, req);
     default:
@@ -321,7 +329,8 @@ static inline spccl_status issue(const struct one_case *c, spccl_comm *comm, con
 static inline void check_case(const struct one_case *c, struct rank_ctx *ctx, const struct buffers *b,
                               spccl_status st, struct expected *expected)
 {
-    size_t bad = 0, at = 0, e = sp_dtype_bytes(c->dtype);
+    spccl_dtype dtype = out_dtype(c);
+    size_t bad = 0, at = 0, e = sp_dtype_bytes(dtype);
     const uint8_t *want;
     char error[1024];
     snprintf(error, sizeof error, "%s", st != SPCCL_OK ? spccl_last_error() : "");
@@ -331,17 +340,17 @@ static inline void check_case(const struct one_case *c, struct rank_ctx *ctx, co
     want = expected->bytes + (c->coll == REDUCE_SCATTER ? (size_t)ctx->rank * c->n * e : 0);
     if (st == SPCCL_OK && memcmp(b->out, want, b->n_out * e) != 0)
         for (size_t i = b->n_out; i-- > 0;)
-            if (get(b->out, i, c->dtype) != get(want, i, c->dtype)) {
+            if (get(b->out, i, dtype) != get(want, i, dtype)) {
                 bad++;
                 at = i;
             }
     CHECK(st == SPCCL_OK && bad == 0,
-          "%s of %zu %s, op %d, root %d, density %d%%, %s%s, rank %d of %d: status %d %s; %zu wrong, first "
+          "%s%s of %zu %s, op %d, root %d, density %d%%, %s%s, rank %d of %d: status %d %s; %zu wrong, first "
           "at %zu: got %llx, wanted %llx (seed %llu)",
-          coll_names[c->coll], c->n, sp_dtype_name(c->dtype), (int)c->op, c->root, c->density_pct,
-          c->in_place ? "in place" : "out of place", c->async ? ", async" : "", ctx->rank, ctx->n_ranks,
-          (int)st, error, bad, at, bad ? (unsigned long long)get(b->out, at, c->dtype) : 0,
-          bad ? (unsigned long long)get(want, at, c->dtype) : 0, (unsigned long long)c->seed);
+          coll_names[c->coll], c->wide ? " (wide)" : "", c->n, sp_dtype_name(c->dtype), (int)c->op, c->root,
+          c->density_pct, c->in_place ? "in place" : "out of place", c->async ? ", async" : "", ctx->rank,
+          ctx->n_ranks, (int)st, error, bad, at, bad ? (unsigned long long)get(b->out, at, dtype) : 0,
+          bad ? (unsigned long long)get(want, at, dtype) : 0, (unsigned long long)c->seed);
     if (++expected->n_checked == ctx->n_ranks) {
         free(expected->bytes);
         expected->bytes = NULL;
@@ -413,6 +422,7 @@ static inline struct one_case random_case(int n_ranks, size_t n)
                          .seed = test_rand()};
     if (c.dtype == SPCCL_FLOAT8 && (c.coll == REDUCE_SCATTER || c.coll == ALL_REDUCE))
         c.dtype = SPCCL_FLOAT32;
+    c.wide = c.coll == REDUCE_SCATTER && test_rand() % 2;
     return c;
 }
 

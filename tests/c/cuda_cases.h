@@ -38,13 +38,14 @@ static inline const char *case_text(const struct one_case *c, const struct rank_
     static _Thread_local char text[320];
     const struct group *g = ctx->arg;
     snprintf(text, sizeof text,
-             "rank %d of %d: %s of %zu %s, %s, root %d, own input %s, format %s, max_ctas %u%s, skews %zu "
+             "rank %d of %d: %s%s of %zu %s, %s, root %d, own input %s, format %s, max_ctas %u%s, skews %zu "
              "and %zu, case "
              "%llu",
-             ctx->rank, ctx->n_ranks, coll_names[c->call.coll], c->call.n, spccl_dtype_name(c->call.dtype),
-             op_names[c->call.op], c->call.root, kind_names[c->kinds[ctx->rank]],
-             spccl_format_name(g->format), g->max_ctas, c->in_place ? ", in place" : "",
-             c->lead_in - GUARD_BYTES, c->lead_out - GUARD_BYTES, (unsigned long long)c->seed);
+             ctx->rank, ctx->n_ranks, coll_names[c->call.coll], c->call.wide ? " (wide)" : "", c->call.n,
+             spccl_dtype_name(c->call.dtype), op_names[c->call.op], c->call.root,
+             kind_names[c->kinds[ctx->rank]], spccl_format_name(g->format), g->max_ctas,
+             c->in_place ? ", in place" : "", c->lead_in - GUARD_BYTES, c->lead_out - GUARD_BYTES,
+             (unsigned long long)c->seed);
     return text;
 }
 
@@ -75,8 +76,8 @@ static inline size_t draw_n(const struct call *c, int n_ranks, bool large, uint6
                             (1u << 20) / e,
                             one_hop / e,
                             one_hop / e + 1};
-    size_t most =
-        total_bytes() / e / (c->coll == ALL_GATHER || c->coll == REDUCE_SCATTER ? (size_t)n_ranks : 1);
+    size_t most = total_bytes() / out_elem_bytes(c) /
+                  (c->coll == ALL_GATHER || c->coll == REDUCE_SCATTER ? (size_t)n_ranks : 1);
     size_t n = sizes[rand_below(rng, sizeof sizes / sizeof *sizes)];
     if (large)
         return most - rand_below(rng, 1000);
@@ -87,14 +88,16 @@ static inline size_t draw_n(const struct call *c, int n_ranks, bool large, uint6
 
 static inline void draw_rest(struct one_case *c, int n_ranks, bool large, uint64_t *rng)
 {
-    size_t e = spccl_dtype_bytes(c->call.dtype);
+    size_t e = spccl_dtype_bytes(c->call.dtype), e_out;
     array_kind common = (array_kind)rand_below(rng, N_KINDS);
     bool alike = rand_below(rng, 2) == 0;
+    c->call.wide = c->call.coll == REDUCE_SCATTER && rand_below(rng, 2) == 0;
+    e_out = out_elem_bytes(&c->call);
     c->call.n = draw_n(&c->call, n_ranks, large, rng);
     c->call.root = (int)rand_below(rng, (uint32_t)n_ranks);
-    c->in_place = c->call.coll == BROADCAST || rand_below(rng, 3) == 0;
+    c->in_place = c->call.coll == BROADCAST || (rand_below(rng, 3) == 0 && e_out == e);
     c->lead_in = GUARD_BYTES + e * rand_below(rng, 3);
-    c->lead_out = GUARD_BYTES + e * rand_below(rng, 3);
+    c->lead_out = GUARD_BYTES + e_out * rand_below(rng, 3);
     for (int r = 0; r < n_ranks; r++)
         c->kinds[r] = alike ? common : (array_kind)rand_below(rng, N_KINDS);
     if (rand_below(rng, 4) == 0)
@@ -143,7 +146,7 @@ static inline void compare(const struct one_case *c, const struct rank_ctx *ctx,
                            const uint8_t *got_d, size_t lead, size_t all)
 {
     struct rank_buffer *m = &rank_buffers[ctx->rank];
-    size_t e = spccl_dtype_bytes(c->call.dtype), at;
+    size_t e = out_elem_bytes(&c->call), at;
     uint64_t w = 0, v = 0;
     CUDA_OK(cudaMemcpyAsync(m->got, got_d, all, cudaMemcpyDeviceToHost, m->on));
     sync_stream(m->on);

@@ -73,11 +73,18 @@ struct call {
     spccl_redop op;
     size_t n; /* as in spccl.h */
     int root;
+    bool wide; /* reduce_scatter: spccl_reduce_scatter_wide */
 };
 
 static inline bool call_reduces(const struct call *c)
 {
     return c->coll == REDUCE_SCATTER || c->coll == ALL_REDUCE;
+}
+/* Of an element of the output. */
+static inline size_t out_elem_bytes(const struct call *c)
+{
+    size_t e = spccl_dtype_bytes(c->dtype);
+    return c->wide && (c->dtype == SPCCL_FLOAT16 || c->dtype == SPCCL_BFLOAT16) ? 2 * e : e;
 }
 /* Bytes of n elements, of the input and of the output. */
 static inline size_t block_bytes(const struct call *c)
@@ -90,7 +97,7 @@ static inline size_t in_bytes(const struct call *c, int n_ranks)
 }
 static inline size_t out_bytes(const struct call *c, int n_ranks)
 {
-    return block_bytes(c) * (c->coll == ALL_GATHER ? (size_t)n_ranks : 1);
+    return c->n * out_elem_bytes(c) * (c->coll == ALL_GATHER ? (size_t)n_ranks : 1);
 }
 
 /* In a broadcast `out` is the buffer. */
@@ -101,7 +108,8 @@ static inline spccl_status gpu_call(spccl_comm *comm, const struct call *c, cons
     case ALL_GATHER:
         return spccl_cuda_all_gather(comm, in, out, c->n, c->dtype, stream);
     case REDUCE_SCATTER:
-        return spccl_cuda_reduce_scatter(comm, in, out, c->n, c->dtype, c->op, stream);
+        return (c->wide ? spccl_cuda_reduce_scatter_wide
+                        : spccl_cuda_reduce_scatter)(comm, in, out, c->n, c->dtype, c->op, stream);
     case ALL_REDUCE:
         return spccl_cuda_all_reduce(comm, in, out, c->n, c->dtype, c->op, stream);
     default:
@@ -116,7 +124,8 @@ static inline spccl_status host_call(spccl_comm *comm, const struct call *c, con
     case ALL_GATHER:
         return spccl_all_gather(comm, in, out, c->n, c->dtype, NULL);
     case REDUCE_SCATTER:
-        return spccl_reduce_scatter(comm, in, out, c->n, c->dtype, c->op, NULL);
+        return (c->wide ? spccl_reduce_scatter_wide : spccl_reduce_scatter)(comm, in, out, c->n, c->dtype,
+                                                                            c->op, NULL);
     case ALL_REDUCE:
         return spccl_all_reduce(comm, in, out, c->n, c->dtype, c->op, NULL);
     default:

@@ -275,6 +275,8 @@ static void arguments(struct rank_ctx *c)
     spccl_stats stats = {.struct_bytes = sizeof stats};
     spccl_comm *m = c->comm;
     CHECK(spccl_all_reduce(m, buf, buf + 1, 8, SPCCL_FLOAT32, SPCCL_SUM, NULL) == SPCCL_ERR_ALIAS, "alias");
+    CHECK(spccl_reduce_scatter_wide(m, buf, buf, 8, SPCCL_BFLOAT16, SPCCL_SUM, NULL) == SPCCL_ERR_ALIAS,
+          "wide sums in place");
     CHECK(spccl_all_gather(m, buf + 8, buf, 8, SPCCL_FLOAT32, NULL) == SPCCL_ERR_ALIAS,
           "out must not overlap in, except at rank 0's own block");
     CHECK(spccl_reduce_scatter(m, buf, buf + 1, 8, SPCCL_FLOAT32, SPCCL_SUM, NULL) == SPCCL_ERR_ALIAS,

@@ -117,6 +117,7 @@ static void patterns(const struct schedule *s)
                                                    .n = PATTERN_N + (size_t)t,
                                                    .density_pct = 1 + (int)(test_rand() % 100),
                                                    .in_place = test_rand() % 2,
+                                                   .wide = coll == REDUCE_SCATTER && pattern % 2 == 1,
                                                    .async = test_rand() % 2,
                                                    .seed = test_rand()};
         run_plan(cases, n, n_ranks, "inproc");
@@ -140,6 +141,7 @@ static void large(const struct schedule *s)
                                                .n = LARGE_N + (size_t)d * 77,
                                                .density_pct = densities[d],
                                                .in_place = d % 2,
+                                               .wide = coll == REDUCE_SCATTER && d % 2 == 0,
                                                .async = d % 3 == 0,
                                                .seed = test_rand()};
         run_plan(cases, n, n_ranks, n_ranks == 2 ? "shm" : n_ranks == 3 ? "tcp" : "inproc");

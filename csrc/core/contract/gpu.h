@@ -97,6 +97,7 @@ typedef struct sp_fused_args {
     /* Whole slices of n_elems, and elements after them; `fused` sets both. */
     uint32_t whole_slices, rest_elems;
     int rank, world_size, root;
+    uint32_t wide; /* 1, of a reduce-scatter: `out` has the accumulator's dtype */
     sp_inbox_shape shape;
     uint32_t n_ctas, workers_per_cta;        /* n_ctas * workers_per_cta <= shape.n_workers */
     uint32_t n_served;                       /* workers that a feeder serves: 1 to SP_FUSED_SERVED_MAX */

@@ -57,6 +57,19 @@ spccl_status spccl_reduce_scatter(spccl_comm *comm, const void *in, void *out, s
     return submit(comm, &a, req);
 }
 
+spccl_status spccl_reduce_scatter_wide(spccl_comm *comm, const void *in, void *out, size_t n_elems,
+                                       spccl_dtype dtype, spccl_redop op, spccl_request **req)
+{
+    sp_coll_args a = {.coll = SP_REDUCE_SCATTER,
+                      .in = in,
+                      .out = out,
+                      .n_elems = n_elems,
+                      .dtype = dtype,
+                      .redop = op,
+                      .wide = true};
+    return submit(comm, &a, req);
+}
+
 spccl_status spccl_all_reduce(spccl_comm *comm, const void *in, void *out, size_t n_elems, spccl_dtype dtype,
                               spccl_redop op, spccl_request **req)
 {

@@ -3,13 +3,14 @@
 
 #include "core/base/dtype.h"
 
-static spccl_status check_buffer(const sp_coll_args *a, const char *name, const void *p, size_t bytes)
+static spccl_status check_buffer(const sp_coll_args *a, const char *name, const void *p, size_t bytes,
+                                 spccl_dtype dtype)
 {
     if (p == NULL && bytes != 0)
         return SP_FAIL(SPCCL_ERR_ARG, "%s: %s is NULL, wanted %zu bytes", sp_coll_name(a->coll), name, bytes);
-    if ((uintptr_t)p % sp_dtype_bytes(a->dtype) != 0)
+    if ((uintptr_t)p % sp_dtype_bytes(dtype) != 0)
         return SP_FAIL(SPCCL_ERR_ARG, "%s: %s (%p) is not aligned to a %s", sp_coll_name(a->coll), name, p,
-                       sp_dtype_name(a->dtype));
+                       sp_dtype_name(dtype));
     return SPCCL_OK;
 }
 
@@ -18,7 +19,8 @@ static spccl_status check_buffer(const sp_coll_args *a, const char *name, const 
 static spccl_status check_alias(const sp_coll_args *a, size_t in_bytes, size_t out_bytes,
                                 const void *in_place_in, const void *in_place_out)
 {
-    if (in_place_in == in_place_out || !sp_overlap(a->in, in_bytes, a->out, out_bytes))
+    bool in_place = in_place_in == in_place_out && sp_coll_out_dtype(a) == a->dtype;
+    if (in_place || !sp_overlap(a->in, in_bytes, a->out, out_bytes))
         return SPCCL_OK;
     return SP_FAIL(SPCCL_ERR_ALIAS, "%s: in [%p, +%zu) overlaps out [%p, +%zu), but the call is not in place",
                    sp_coll_name(a->coll), a->in, in_bytes, a->out, out_bytes);
@@ -56,8 +58,9 @@ spccl_status sp_coll_check(const spccl_comm *comm, const sp_coll_args *a, size_t
         return SP_FAIL(SPCCL_ERR_ARG, "broadcast: root %d, wanted 0 to %d", a->root, comm->world_size - 1);
     in_bytes = a->coll == SP_ALL_GATHER ? block : total;
     out_bytes = a->coll == SP_REDUCE_SCATTER ? block : total;
-    SP_TRY(check_buffer(a, a->coll == SP_BROADCAST ? "buf" : "in", in, in_bytes));
-    SP_TRY(check_buffer(a, a->coll == SP_BROADCAST ? "buf" : "out", out, out_bytes));
+    out_bytes = out_bytes / sp_dtype_bytes(a->dtype) * sp_dtype_bytes(sp_coll_out_dtype(a));
+    SP_TRY(check_buffer(a, a->coll == SP_BROADCAST ? "buf" : "in", in, in_bytes, a->dtype));
+    SP_TRY(check_buffer(a, a->coll == SP_BROADCAST ? "buf" : "out", out, out_bytes, sp_coll_out_dtype(a)));
     *total_bytes = total;
     if (total == 0)
         return SPCCL_OK;

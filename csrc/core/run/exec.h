@@ -5,6 +5,7 @@
 #define SP_EXEC_H
 
 #include "core/base/clock.h"
+#include "core/base/dtype.h"
 #include "core/base/mem.h"
 #include "core/format/codec.h"
 #include "core/format/density_rule.h"
@@ -30,6 +31,7 @@ typedef struct sp_coll_args {
     size_t n_elems;
     spccl_dtype dtype;
     spccl_redop redop;
+    bool wide; /* of a reduce-scatter: `out` has the accumulator's dtype */
     int root;
     bool is_forced; /* the schedule: else the executor chooses it */
     sp_schedule schedule;
@@ -39,6 +41,12 @@ typedef struct sp_coll_args {
     int64_t timeout_ms;  /* 0: the communicator's */
     int64_t deadline_ns; /* 0: timeout_ms after the call */
 } sp_coll_args;
+
+/* The dtype of `out`. */
+static inline spccl_dtype sp_coll_out_dtype(const sp_coll_args *a)
+{
+    return a->wide ? sp_acc_dtype(a->dtype) : a->dtype;
+}
 
 /* What all ranks must give alike for one collective. Envelopes carry it, and error texts name it. */
 typedef struct sp_call {

@@ -56,7 +56,7 @@ static void finish(sp_exec *x, const sp_slice *s, const void *acc, void *dst, si
     x->kernels->finish(&(sp_finish_args){.acc = acc,
                                          .dst = dst,
                                          .n_elems = n,
-                                         .dtype = s->op->a.dtype,
+                                         .dtype = sp_coll_out_dtype(&s->op->a),
                                          .op = s->op->a.redop,
                                          .world_size = x->links->world_size,
                                          .non_temporal = non_temporal});

@@ -217,7 +217,7 @@ static sp_slice slice_of(const sp_exec *x, int op_idx, int step_idx)
     if (op->a.in != NULL)
         s.src = (const uint8_t *)op->a.in + (s.step->src_off + s.off) * op->elem_bytes;
     if (op->a.out != NULL)
-        s.dst = (uint8_t *)op->a.out + (s.step->dst_off + s.off) * op->elem_bytes;
+        s.dst = (uint8_t *)op->a.out + (s.step->dst_off + s.off) * sp_dtype_bytes(sp_coll_out_dtype(&op->a));
     if (s.step->source == SP_SOURCE_OUT)
         s.src = s.dst;
     else if (s.step->source != SP_SOURCE_IN)

@@ -376,6 +376,23 @@ template <class T, class G, bool REMOTE> struct sp_owner {
         sp_fill<G>(ctx.lane, (U *)smem.sums, n);
         __syncwarp();
     }
+    // Where the output has the accumulator's dtype: divide the sums (AVG), and store them. Not inlined, so that the code
+    // of other calls stays close together.
+    __device__ __noinline__ void store_wide(uint32_t t, uint32_t n) const
+    {
+        A *out = (A *)ctx.a.out + split.own_start(mine, t), by = reciprocal();
+        const A *sums = (const A *)smem.sums;
+        if (ctx.a.redop == SPCCL_AVG && by == 0)
+            sp_divide_sums<T>(ctx.lane, (A *)smem.sums, n, ctx.a.world_size);
+#pragma unroll 1
+        for (uint32_t i = ctx.lane; i < n; i += 32) {
+            A sum = sums[i];
+            if (by != 0)
+                sp_scale_each<A, 1>(&sum, by);
+            out[i] = sum;
+        }
+        __syncwarp();
+    }
     __device__ __forceinline__ bool slice(uint32_t t)
     {
         sp_range r = split.range(mine, t);
@@ -397,8 +414,13 @@ template <class T, class G, bool REMOTE> struct sp_owner {
         __syncwarp();
         if (!accumulate_all(t, r.n, &bad))
             return false;
-        finish(r.n);
-        sp_slice_store<G>(ctx.lane, (const U *)smem.sums, (U *)ctx.a.out + split.own_start(mine, t), r.n);
+        if (sizeof(A) != sizeof(U) && ctx.a.wide != 0) {
+            if constexpr (sizeof(A) != sizeof(U))
+                store_wide(t, r.n);
+        } else {
+            finish(r.n);
+            sp_slice_store<G>(ctx.lane, (const U *)smem.sums, (U *)ctx.a.out + split.own_start(mine, t), r.n);
+        }
         parity = is_sum() ? recv_side.parity : 0;
         if (ctx.n_peers != 0 && !recv_side.give_credit(t, bad, recv_side.queue))
             return false;

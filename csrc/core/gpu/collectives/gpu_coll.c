@@ -44,6 +44,7 @@ static sp_fused_args make_args(sp_gpu_comm *g, const sp_coll_args *a)
     f = (sp_fused_args){.op = calls[a->coll].op,
                         .dtype = a->dtype,
                         .redop = a->redop,
+                        .wide = a->wide ? 1 : 0,
                         .format = comm->format,
                         .in = a->in,
                         .out = a->out,
@@ -145,6 +146,19 @@ spccl_status spccl_cuda_reduce_scatter(spccl_comm *comm, const void *in, void *o
 {
     sp_coll_args a = {
         .coll = SP_REDUCE_SCATTER, .in = in, .out = out, .n_elems = n_elems, .dtype = dtype, .redop = op};
+    return submit(comm, &a, stream);
+}
+
+spccl_status spccl_cuda_reduce_scatter_wide(spccl_comm *comm, const void *in, void *out, size_t n_elems,
+                                            spccl_dtype dtype, spccl_redop op, void *stream)
+{
+    sp_coll_args a = {.coll = SP_REDUCE_SCATTER,
+                      .in = in,
+                      .out = out,
+                      .n_elems = n_elems,
+                      .dtype = dtype,
+                      .redop = op,
+                      .wide = true};
     return submit(comm, &a, stream);
 }
 
