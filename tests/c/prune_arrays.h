@@ -61,9 +61,11 @@ static inline spccl_dtype state_dtype(spccl_dtype dtype)
     return dtype == SPCCL_FLOAT64 ? SPCCL_FLOAT64 : SPCCL_FLOAT32;
 }
 
-/* Gradient, residual and velocity of one case, with poison behind each. */
+/* Gradient, residual, velocity, and what is sent if it does not replace the gradient, of one case; with poison behind
+ * each. */
 struct arrays {
     uint8_t grad[MAX_N * 8 + GUARD], residual[MAX_N * 8 + GUARD], velocity[MAX_N * 8 + GUARD];
+    uint8_t sent[MAX_N * 2 + GUARD];
 };
 static struct arrays got;
 

@@ -22,7 +22,7 @@ ENDS_WITH(spccl_cuda_config, caller_orders);
 ENDS_WITH(spccl_cuda_options, max_ctas);
 ENDS_WITH(spccl_cuda_stats, n_remote);
 ENDS_WITH(spccl_info_entry, why);
-ENDS_WITH(spccl_prune_options, residual_bf16);
+ENDS_WITH(spccl_prune_options, sent_dtype);
 ENDS_WITH(spccl_weights_options, levels);
 ENDS_WITH(spccl_channels_config, window);
 
@@ -37,7 +37,7 @@ _Static_assert(sizeof(spccl_cuda_config) == 40, "0.2");
 _Static_assert(sizeof(spccl_cuda_options) == 16, "0.2");
 _Static_assert(sizeof(spccl_cuda_stats) == 192, "0.2");
 _Static_assert(sizeof(spccl_info_entry) == 40, "0.2");
-_Static_assert(sizeof(spccl_prune_options) == 120, "0.2");
+_Static_assert(sizeof(spccl_prune_options) == 136, "0.2");
 _Static_assert(sizeof(spccl_weights_options) == 56, "0.2");
 _Static_assert(sizeof(spccl_channels_config) == 40, "0.2");
 /* What kernels of users read: another size or place needs another SPCCL_CHANNEL_LAYOUT. */
@@ -261,7 +261,7 @@ static void test_prune_options(void)
           (unsigned long long)state.n_sent);
     newer.added = CANARY;
     CHECK_FAILS(spccl_prune(plan, grad, (void *)&newer), SPCCL_ERR_ARG,
-                "spccl_prune_options: got 128 bytes with byte 120 not zero");
+                "spccl_prune_options: got 144 bytes with byte 136 not zero");
     spccl_prune_plan_destroy(plan);
 }
 

@@ -12,6 +12,7 @@ static struct {
     uint8_t *grad, *residual, *velocity;       /* pinned host memory */
     uint8_t *grad_d, *residual_d, *velocity_d; /* on the GPU */
     uint8_t *want_grad, *want_residual, *want_velocity;
+    uint8_t *sent, *sent_d, *want_sent; /* in 16 bits, of a float32 gradient */
     spccl_prune_state *states, *states_d, *want_states;
     double *clip, *clip_d;  /* a norm and three squares; on the host followed by a copy */
     float *scale, *scale_d; /* GradScaler's */
@@ -27,6 +28,7 @@ static void make_arrays(void)
     g.grad = pinned_alloc(cap), g.residual = pinned_alloc(cap), g.velocity = pinned_alloc(cap);
     g.want_grad = pinned_alloc(cap), g.want_residual = pinned_alloc(cap), g.want_velocity = pinned_alloc(cap);
     g.grad_d = device_alloc(cap), g.residual_d = device_alloc(cap), g.velocity_d = device_alloc(cap);
+    g.sent = pinned_alloc(cap), g.sent_d = device_alloc(cap), g.want_sent = pinned_alloc(cap);
     g.states = (spccl_prune_state *)pinned_alloc(N_STATES * sizeof *g.states);
     g.want_states = (spccl_prune_state *)pinned_alloc(N_STATES * sizeof *g.states);
     g.states_d = (spccl_prune_state *)device_alloc(N_STATES * sizeof *g.states);
@@ -129,6 +131,8 @@ static void fill(const struct shape *s, bool odd)
     memcpy(g.want_grad, g.grad, cap_bytes());
     memcpy(g.want_residual, g.residual, cap_bytes());
     memcpy(g.want_velocity, g.velocity, cap_bytes());
+    memset(g.want_sent, POISON, cap_bytes());
+    copy(g.sent_d, g.want_sent, cap_bytes(), cudaMemcpyHostToDevice);
     memset(g.want_states, 0, N_STATES * sizeof *g.states);
     for (size_t i = 0; i < s->n_segments; i++)
         g.want_states[i].threshold = (double)(float)(0.5 + (double)(i % 5) * 0.6);
@@ -145,6 +149,7 @@ static void compare(const struct shape *s, const char *what)
     copy(g.grad, g.grad_d, cap_bytes(), cudaMemcpyDeviceToHost);
     copy(g.residual, g.residual_d, cap_bytes(), cudaMemcpyDeviceToHost);
     copy(g.velocity, g.velocity_d, cap_bytes(), cudaMemcpyDeviceToHost);
+    copy(g.sent, g.sent_d, cap_bytes(), cudaMemcpyDeviceToHost);
     copy(g.states, g.states_d, N_STATES * sizeof *g.states, cudaMemcpyDeviceToHost);
     sync_stream(g.on);
     at = first_difference(g.grad, g.want_grad, cap_bytes());
@@ -154,6 +159,9 @@ static void compare(const struct shape *s, const char *what)
     CHECK(at == cap_bytes(), "%s: residual, byte %zu of %zu %s", what, at, s->n, spccl_dtype_name(s->dtype));
     at = first_difference(g.velocity, g.want_velocity, cap_bytes());
     CHECK(at == cap_bytes(), "%s: velocity, byte %zu of %zu %s", what, at, s->n, spccl_dtype_name(s->dtype));
+    at = first_difference(g.sent, g.want_sent, cap_bytes());
+    CHECK(at == cap_bytes(), "%s: what is sent, byte %zu of %zu %s", what, at, s->n,
+          spccl_dtype_name(s->dtype));
     for (size_t i = 0; i < s->n_segments; i++)
         CHECK(g.states[i].n_sent == g.want_states[i].n_sent && g.states[i].step == g.want_states[i].step &&
                   g.states[i].n_sent_all == g.want_states[i].n_sent_all &&
@@ -183,6 +191,19 @@ static bool choose_clipping(const struct shape *s, double *clip, double *clip_d,
     *device = *host;
     device->norm = clip_d, device->squares = clip_d + 1;
     return true;
+}
+
+/* Let two in three of the calls that can send in 16 bits, beside the gradient. */
+static void choose_sent(const struct shape *s, spccl_prune_options *host, spccl_prune_options *device)
+{
+    static const spccl_dtype dtypes[] = {SPCCL_FLOAT32, SPCCL_FLOAT16, SPCCL_BFLOAT16};
+    spccl_dtype dtype = dtypes[next_rand(&rng) % 3];
+    size_t offset = 2 * (next_rand(&rng) % 5);
+    if (s->dtype != SPCCL_FLOAT32 || s->residual_bf16 || dtype == SPCCL_FLOAT32)
+        return;
+    host->sent = g.want_sent + offset;
+    device->sent = g.sent_d + offset;
+    host->sent_dtype = device->sent_dtype = dtype;
 }
 
 /* A new loss scale, on host and GPU. */
@@ -224,6 +245,7 @@ static void test_same_bits(void)
         CHECK_OK(spccl_prune_plan_create(s.device, s.n_segments, s.n, s.dtype, 0, &device));
         on_gpu = o;
         clips = choose_clipping(&s, clip, g.clip_d, &o, &on_gpu);
+        choose_sent(&s, &o, &on_gpu);
         o.loss_scale = round % 8 < 5 ? g.scale : NULL;
         on_gpu.loss_scale = o.loss_scale != NULL ? g.scale_d : NULL;
         for (int step = 0; step < 3; step++) {

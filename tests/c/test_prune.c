@@ -262,6 +262,48 @@ static void test_samples(void)
     }
 }
 
+/* What is sent in 16 bits lies beside the gradient, which stays: of several segments, of one with so many equal elements
+ * that their number is bounded, and of one that is skipped. What is sent and kept adds up to what was there. */
+static void test_sent_apart(void)
+{
+    enum { N = 3 * 1000 + 100000, SKIPPED = 2000, LONG = 3000, END = N };
+    static float g[N], kept[N], earlier[N];
+    static uint16_t sent[N + 1];
+    static spccl_prune_state states[4];
+    static const size_t begins[] = {0, 1000, SKIPPED, LONG, END};
+    spccl_prune_segment s[4];
+    spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
+    spccl_prune_plan *plan = NULL;
+    for (size_t i = 0; i < 4; i++)
+        s[i] = (spccl_prune_segment){.begin = begins[i],
+                                     .n_elems = begins[i + 1] - begins[i],
+                                     .residual = kept + begins[i],
+                                     .state = &states[i],
+                                     .key = (uint32_t)i,
+                                     .whole = i == 1};
+    o.density = 0.05;
+    o.skip_zeros = 1;
+    o.sent = sent + 1;
+    o.sent_dtype = SPCCL_BFLOAT16;
+    CHECK_OK(spccl_prune_plan_create(s, 4, N, SPCCL_FLOAT32, -1, &plan));
+    for (int step = 0; step < 5; step++) {
+        memset(sent, POISON, sizeof sent);
+        for (size_t i = 0; i < N; i++)
+            g[i] = i >= SKIPPED && i < LONG ? 0 : i >= LONG && i % 2 == 0 ? 3.001f : (float)normal();
+        memcpy(earlier, kept, sizeof kept);
+        CHECK_OK(spccl_prune(plan, g, &o));
+        for (size_t i = 0; i < N; i++) {
+            float value = sp_bf16_to_f32(sent[i + 1]);
+            CHECK(kept[i] + value == earlier[i] + g[i] && (value == 0 || i < SKIPPED || i >= LONG),
+                  "step %d, element %zu: %g is sent and %g kept of %g", step, i, (double)value,
+                  (double)kept[i], (double)(earlier[i] + g[i]));
+        }
+    }
+    CHECK(states[3].n_sent > 1000 && states[3].n_sent <= 5 * 5000, "%llu sent",
+          (unsigned long long)states[3].n_sent);
+    spccl_prune_plan_destroy(plan);
+}
+
 static void test_bad_input(void)
 {
     static spccl_prune_state state;
@@ -305,6 +347,13 @@ static void test_bad_input(void)
     CHECK_FAILS(spccl_prune(plan, got.grad, &o), SPCCL_ERR_ARG, "scale is 0");
     o.residual_bf16 = 2;
     CHECK_FAILS(spccl_prune(plan, got.grad, &o), SPCCL_ERR_ARG, "options.residual_bf16 is 2, wanted 0 or 1");
+    o = (spccl_prune_options)SPCCL_PRUNE_OPTIONS_INIT;
+    o.sent = got.sent;
+    o.sent_dtype = SPCCL_FLOAT32;
+    CHECK_FAILS(spccl_prune(plan, got.grad, &o), SPCCL_ERR_ARG, "wanted float16 or bfloat16");
+    o.sent_dtype = SPCCL_BFLOAT16;
+    o.residual_bf16 = 1;
+    CHECK_FAILS(spccl_prune(plan, got.grad, &o), SPCCL_ERR_ARG, "residual_bf16 1");
     CHECK_FAILS(spccl_cuda_prune(plan, got.grad, NULL, NULL), SPCCL_ERR_ARG, "host memory");
     spccl_prune_plan_destroy(plan);
     spccl_prune_plan_destroy(NULL);
@@ -319,6 +368,7 @@ int main(int argc, char **argv)
                                              {"together_and_alone", test_together_and_alone},
                                              {"skip_zeros", test_skip_zeros},
                                              {"samples", test_samples},
+                                             {"sent_apart", test_sent_apart},
                                              {"bad_input", test_bad_input},
                                              {NULL, NULL}};
     return test_main(cases, argc, argv);

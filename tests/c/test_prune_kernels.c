@@ -19,6 +19,18 @@ static sp_prune_args args_of(struct arrays *a, spccl_dtype dtype, size_t n, bool
                            .most = UINT64_MAX};
 }
 
+/* to: the dtype of what is sent: that of the gradient, or one of 16 bits for a float32 gradient. */
+static void send_as(sp_prune_args *args, struct arrays *a, spccl_dtype to)
+{
+    args->sent = to != args->dtype ? a->sent : NULL;
+    args->sent_dtype = to;
+}
+
+static spccl_dtype random_to(spccl_dtype dtype)
+{
+    return dtype == SPCCL_FLOAT32 ? dtypes[test_rand() % 3] : dtype;
+}
+
 static sp_prune_factors random_factors(void)
 {
     static const double thresholds[] = {0, 0.5, 1, 2, 1e30, 1e-45};
@@ -37,7 +49,7 @@ static sp_prune_factors random_factors(void)
 static void test_sets_agree(void)
 {
     for (int round = 0; round < 400; round++) {
-        spccl_dtype dtype = dtypes[test_rand() % 4];
+        spccl_dtype dtype = dtypes[test_rand() % 4], to = random_to(dtype);
         size_t n = sizes[test_rand() % (sizeof sizes / sizeof *sizes)];
         bool has_r = test_rand() % 4 != 0, has_u = test_rand() % 2 != 0;
         sp_prune_factors f = random_factors();
@@ -45,6 +57,7 @@ static void test_sets_agree(void)
         fill(&before, dtype, n, round % 2 != 0);
         want = before;
         w = args_of(&want, dtype, n, has_r, has_u, &f);
+        send_as(&w, &want, to);
         if (round % 3 == 0)
             w.most = test_rand() % (n + 1);
         sp_kernels_at(0)->prune(&w);
@@ -53,6 +66,7 @@ static void test_sets_agree(void)
             const char *name = sp_kernels_at(k)->name;
             got = before;
             a.most = w.most;
+            send_as(&a, &got, to);
             for (size_t i = 0; i < 3 && round % 2 == 0; i++) { /* prefetching changes nothing */
                 a.next[i] = (const uint8_t *)&got + test_rand() % 100;
                 a.next_bytes[i] = test_rand() % 20000;
@@ -62,8 +76,9 @@ static void test_sets_agree(void)
                   "%s: %llu sent of %zu, wanted %llu of %zu", name, (unsigned long long)a.n_sent, a.n_done,
                   (unsigned long long)w.n_sent, w.n_done);
             CHECK(a.n_sent - a.n_nonfinite <= a.most, "%s: more than the bound", name);
-            CHECK(memcmp(&got, &want, sizeof got) == 0, "%s: %s, n %zu, residual %d, velocity %d, whole %d",
-                  name, spccl_dtype_name(dtype), n, has_r, has_u, f.whole);
+            CHECK(memcmp(&got, &want, sizeof got) == 0,
+                  "%s: %s to %s, n %zu, residual %d, velocity %d, whole %d", name, spccl_dtype_name(dtype),
+                  spccl_dtype_name(to), n, has_r, has_u, f.whole);
         }
     }
 }
@@ -76,22 +91,32 @@ static double rescaled(bool wide, double kept, const sp_prune_factors *f)
 }
 
 /* One element by the rule of spccl.h, in the arithmetic of the state. */
-static void check_element(spccl_dtype dtype, size_t i, bool has_r, bool has_u, const sp_prune_factors *f)
+static void check_element(spccl_dtype dtype, spccl_dtype to, size_t i, bool has_r, bool has_u,
+                          const sp_prune_factors *f)
 {
+    const void *sent = to != dtype ? got.sent : got.grad;
+    double most = to == SPCCL_FLOAT16 ? 65504 : to == SPCCL_BFLOAT16 ? 0x1.fep127 : INFINITY;
+    double step = to == SPCCL_FLOAT16 ? 0x1p-11 : to == SPCCL_BFLOAT16 ? 0x1p-8 : 0;
     spccl_dtype st = state_dtype(dtype);
     bool wide = st == SPCCL_FLOAT64;
     double g = get(dtype, before.grad, i), r = get(st, before.residual, i), u = get(st, before.velocity, i);
     double x = wide ? g * f->gradient : (double)((float)g * (float)f->gradient);
-    double v, s = get(dtype, got.grad, i) / f->scale;
+    double v, s = get(to, sent, i) / f->scale;
     if (has_u)
         x = wide ? f->momentum * u + x : (double)((float)f->momentum * (float)u + (float)x);
     v = x;
     if (has_r)
         v = wide ? f->leak * r + x : (double)((float)f->leak * (float)r + (float)x);
-    if (!isfinite(g) || !isfinite(v)) {
+    if (to != dtype || !isfinite(g) || !isfinite(v))
         CHECK(memcmp(got.grad + i * spccl_dtype_bytes(dtype), before.grad + i * spccl_dtype_bytes(dtype),
                      spccl_dtype_bytes(dtype)) == 0,
-              "an element that is not finite goes out as it is");
+              "an element that is not finite, or is sent elsewhere, stays");
+    if (!isfinite(g) || !isfinite(v)) {
+        double rounded = fmax(-most, fmin(most, g));
+        CHECK(to == dtype || (isnan(g)   ? isnan(s)
+                              : isinf(g) ? s == g
+                                         : fabs(s - rounded) <= fabs(rounded) * step + 6e-8),
+              "not finite: sent %g of %g", s, g);
         CHECK(!has_r || isnan(r) || get(st, got.residual, i) == rescaled(wide, r, f),
               "its residual: %g of %g", get(st, got.residual, i), r);
         CHECK(!has_u || isnan(u) || get(st, got.velocity, i) == rescaled(wide, u, f),
@@ -99,8 +124,6 @@ static void check_element(spccl_dtype dtype, size_t i, bool has_r, bool has_u, c
         return;
     }
     if (f->whole || fabs(v) >= f->threshold) {
-        double most = dtype == SPCCL_FLOAT16 ? 65504 : dtype == SPCCL_BFLOAT16 ? 0x1.fep127 : INFINITY;
-        double step = dtype == SPCCL_FLOAT16 ? 0x1p-11 : dtype == SPCCL_BFLOAT16 ? 0x1p-8 : 0;
         double wanted = fmax(-most, fmin(most, v));
         CHECK(fabs(s - wanted) <= fabs(wanted) * step + 6e-8, "sent %g of %g", s, wanted);
         CHECK(!has_u || f->whole || v == 0 || get(st, got.velocity, i) == 0,
@@ -116,16 +139,17 @@ static void check_element(spccl_dtype dtype, size_t i, bool has_r, bool has_u, c
 static void test_rule(void)
 {
     for (int round = 0; round < 60; round++) {
-        spccl_dtype dtype = dtypes[round % 4];
+        spccl_dtype dtype = dtypes[round % 4], to = random_to(dtype);
         bool has_r = test_rand() % 4 != 0, has_u = test_rand() % 2 != 0;
         sp_prune_factors f = random_factors();
         f.scale = 1; /* what it rounds off is not kept */
         sp_prune_args a = args_of(&got, dtype, 1027, has_r, has_u, &f);
         fill(&before, dtype, 1027, round % 3 == 0);
         got = before;
+        send_as(&a, &got, to);
         sp_kernels_at(0)->prune(&a);
         for (size_t i = 0; i < 1027; i++)
-            check_element(dtype, i, has_r, has_u, &f);
+            check_element(dtype, to, i, has_r, has_u, &f);
     }
 }
 

@@ -100,6 +100,25 @@ SP_PRUNE_ELEM(f64, double, sp_f64_is_finite, fabs)
 #define SP_F16_MAX 65504.0f
 #define SP_BF16_MAX 0x1.fep127f
 
+/* v rounded to a 16-bit dtype and clamped to its finite range. */
+static inline SP_HD uint16_t sp_prune_to_f16(float v)
+{
+    return sp_f16_from_f32(v > SP_F16_MAX ? SP_F16_MAX : v < -SP_F16_MAX ? -SP_F16_MAX : v);
+}
+static inline SP_HD uint16_t sp_prune_to_bf16(float v)
+{
+    return sp_bf16_from_f32(v > SP_BF16_MAX ? SP_BF16_MAX : v < -SP_BF16_MAX ? -SP_BF16_MAX : v);
+}
+/* A float32 g that is sent as it is in a 16-bit dtype (options.sent): inf and nan stay what they are. */
+static inline SP_HD uint16_t sp_prune_as_is_f16(float g)
+{
+    return sp_f32_is_finite(g) ? sp_prune_to_f16(g) : sp_f16_from_f32(g);
+}
+static inline SP_HD uint16_t sp_prune_as_is_bf16(float g)
+{
+    return sp_f32_is_finite(g) ? sp_prune_to_bf16(g) : sp_bf16_from_f32(g);
+}
+
 /* ---- a residual of bfloat16 ---- */
 
 /* Decides how the residual of a segment is rounded in one step. */

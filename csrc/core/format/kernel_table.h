@@ -75,7 +75,7 @@ typedef struct sp_finish_args {
     bool non_temporal;
 } sp_finish_args;
 
-/* Prune elements of one segment (prune_rule.h). grad becomes what is sent; residual and velocity keep the rest.
+/* Prune elements of one segment (prune_rule.h). grad or `sent` becomes what is sent; residual and velocity keep the rest.
  * The kernel prunes SP_PRUNE_RUN elements at a time. It stops before those with which it would send more than
  * `most` elements, nonfinite ones not counted. */
 #define SP_PRUNE_RUN 512u
@@ -83,7 +83,10 @@ typedef struct sp_prune_args {
     void *grad;         /* [n] of dtype, aligned to it */
     void *residual;     /* [n] float32 (float64 for float64 gradients), or NULL: what is not sent is lost */
     bool residual_bf16; /* it is bfloat16 instead; not with float64 gradients */
-    void *velocity;     /* [n], as residual, or NULL: no momentum */
+    void *
+        sent; /* [n] of sent_dtype, FLOAT16 or BFLOAT16: what is sent, of a FLOAT32 gradient; NULL: grad is */
+    spccl_dtype sent_dtype;
+    void *velocity; /* [n], as residual, or NULL: no momentum */
     size_t n;
     spccl_dtype dtype; /* FLOAT32, FLOAT16, BFLOAT16 or FLOAT64 */
     const sp_prune_factors *factors;

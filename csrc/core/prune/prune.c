@@ -41,6 +41,20 @@ spccl_status sp_prune_check_shares(const char *call, double density, double samp
                        "a number above 0 that float32 holds");
 }
 
+static spccl_status check_sent(const spccl_prune_plan *plan, const spccl_prune_options *o, const char *call)
+{
+    bool has_dtype = o->sent_dtype == SPCCL_FLOAT16 || o->sent_dtype == SPCCL_BFLOAT16;
+    if (o->sent == NULL)
+        return SPCCL_OK;
+    if (plan->dtype != SPCCL_FLOAT32 || o->residual_bf16 != 0 || !has_dtype)
+        return SP_FAIL(SPCCL_ERR_ARG,
+                       "%s: options.sent is set with sent_dtype %llu, a gradient of %s and residual_bf16 %u, "
+                       "wanted float16 or bfloat16, a gradient of float32, and 0",
+                       call, (unsigned long long)o->sent_dtype, sp_dtype_name(plan->dtype),
+                       (unsigned)o->residual_bf16);
+    return sp_gpu_check_memory(call, "options.sent", o->sent, 2, plan->device, SP_PLAN_IS_FOR);
+}
+
 spccl_status sp_prune_options_get(const spccl_prune_plan *plan, const void *grad, bool on_gpu,
                                   const spccl_prune_options *given, const char *call, spccl_prune_options *o)
 {
@@ -66,6 +80,7 @@ spccl_status sp_prune_options_get(const spccl_prune_plan *plan, const void *grad
         SP_TRY(check_range(call, "max_norm", o->max_norm, o->max_norm > 0, "a number above 0"));
     }
     SP_TRY(sp_prune_check_shares(call, o->density, o->sample, o->leak, o->scale));
+    SP_TRY(check_sent(plan, o, call));
     return sp_gpu_check_memory(call, "grad", grad, sp_dtype_bytes(plan->dtype), plan->device, SP_PLAN_IS_FOR);
 }
 
@@ -79,6 +94,13 @@ static void *velocity_at(const struct job *j, size_t i)
 {
     uint8_t *u = j->segment->velocity;
     return u != NULL ? u + i * j->state_bytes : NULL;
+}
+
+/* Where what is sent goes, from element i of the segment on; NULL: it replaces the gradient. */
+static void *sent_at(const struct job *j, size_t i)
+{
+    uint16_t *sent = j->o->sent;
+    return sent != NULL ? sent + j->segment->begin + i : NULL;
 }
 
 static double value_of(spccl_dtype dtype, const uint8_t *p)
@@ -238,6 +260,8 @@ static sp_prune_args run_of(const struct job *j, size_t from, size_t n)
     return (sp_prune_args){.grad = j->grad + from * j->elem_bytes,
                            .residual = residual_at(j, from),
                            .residual_bf16 = j->o->residual_bf16 != 0,
+                           .sent = sent_at(j, from),
+                           .sent_dtype = (spccl_dtype)j->o->sent_dtype,
                            .velocity = velocity_at(j, from),
                            .n = n,
                            .dtype = j->plan->dtype,
@@ -357,10 +381,13 @@ static void prune_one(const spccl_prune_plan *plan, const spccl_prune_options *o
                                                                      : 4,
                     .f = sp_prune_factors_now(o, s, plan->dtype == SPCCL_FLOAT64),
                     .density = sp_prune_density(o, s->state->step)};
-    if (o->skip_zeros != 0 && gradient_is_zero(&j))
-        sp_prune_advance_skipped(s->state);
-    else
+    if (o->skip_zeros == 0 || !gradient_is_zero(&j)) {
         prune_segment(&j);
+        return;
+    }
+    if (o->sent != NULL)
+        memset(sent_at(&j, 0), 0, s->n_elems * sizeof(uint16_t));
+    sp_prune_advance_skipped(s->state);
 }
 
 void sp_prune_segment_run(const spccl_prune_plan *plan, const spccl_prune_options *o,

@@ -180,6 +180,9 @@ spccl_status spccl_cuda_prune_all_reduce_stage(spccl_comm *comm, spccl_prune_pla
     if (stage < SP_PRUNE_STAGE_BOTH || stage > SP_PRUNE_STAGE_PASS)
         return SP_FAIL(SPCCL_ERR_ARG, "rank %d: %s: stage is %d, wanted 1 or 2, or 0 for both", comm->rank,
                        call, stage);
+    if (x.prune.options.sent != NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "rank %d: %s: options.sent is set, wanted NULL: grad is exchanged",
+                       comm->rank, call);
     SP_TRY(g->ops->enter(g->device.ordinal, &before));
     st = run(g, plan, &x, op, (uint32_t)stage, stream);
     g->ops->leave(before);

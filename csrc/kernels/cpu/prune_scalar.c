@@ -2,22 +2,16 @@
 #include "kernels/cpu/elem.h"
 #include "kernels/cpu/kernels.h"
 
-/* s is v rounded to the dtype and clamped to its finite range. */
-static uint16_t narrow_f16(float v)
-{
-    v = v > SP_F16_MAX ? SP_F16_MAX : v < -SP_F16_MAX ? -SP_F16_MAX : v;
-    return sp_f16_from_f32(v);
-}
-static uint16_t narrow_bf16(float v)
-{
-    v = v > SP_BF16_MAX ? SP_BF16_MAX : v < -SP_BF16_MAX ? -SP_BF16_MAX : v;
-    return sp_bf16_from_f32(v);
-}
 static float same_f32(float v)
 {
     return v;
 }
 static double same_f64(double v)
+{
+    return v;
+}
+/* The bits of a gradient that is sent as it is. */
+static uint16_t same_u16(uint16_t v)
 {
     return v;
 }
@@ -42,11 +36,12 @@ static void put_residual_f64(const sp_prune_args *a, size_t i, double v)
     sp_put_f64(a->residual, i, v);
 }
 
-/* NAME of the dtype; how it is loaded and stored (sp_get_, sp_put_); NAME of the state; value -> dtype and back. */
-#define PRUNE(NAME, ACCESS, STATE, TYPE, NARROW, WIDEN)                                                      \
+/* NAME of the dtypes; how the gradient is loaded (sp_get_); NAME of the state; the gradient's dtype -> value; where and
+ * how what is sent is stored (sp_put_); value -> dtype of what is sent, and back; a gradient as it is -> that dtype. */
+#define PRUNE(NAME, ACCESS, STATE, TYPE, FROM, SENT, PUT, NARROW, WIDEN, AS_IS)                              \
     static sp_prune_##STATE elem_##NAME(const sp_prune_args *a, size_t i, const sp_prune_factors_##STATE *f) \
     {                                                                                                        \
-        return sp_prune_elem_##STATE(WIDEN(sp_get_##ACCESS(a->grad, i)),                                     \
+        return sp_prune_elem_##STATE(FROM(sp_get_##ACCESS(a->grad, i)),                                      \
                                      a->residual != NULL ? get_residual_##STATE(a, i) : 0,                   \
                                      a->velocity != NULL ? sp_get_##STATE(a->velocity, i) : 0,               \
                                      a->residual != NULL, a->velocity != NULL, f);                           \
@@ -75,10 +70,11 @@ static void put_residual_f64(const sp_prune_args *a, size_t i, double v)
                 sp_prune_##STATE e = elem_##NAME(a, i, &f);                                                  \
                 TYPE s = e.sent ? WIDEN(NARROW(e.v)) : 0;                                                    \
                 if (!e.finite) {                                                                             \
+                    sp_put_##PUT(a->SENT, i, AS_IS(sp_get_##ACCESS(a->grad, i)));                            \
                     rescale_##NAME(a, i, &f);                                                                \
                     continue;                                                                                \
                 }                                                                                            \
-                sp_put_##ACCESS(a->grad, i, NARROW(f.scale == 1 ? s : s * f.scale));                         \
+                sp_put_##PUT(a->SENT, i, NARROW(f.scale == 1 ? s : s * f.scale));                            \
                 if (a->residual != NULL)                                                                     \
                     put_residual_##STATE(a, i, e.v - s);                                                     \
                 if (a->velocity != NULL)                                                                     \
@@ -87,16 +83,23 @@ static void put_residual_f64(const sp_prune_args *a, size_t i, double v)
             a->n_done = end;                                                                                 \
         }                                                                                                    \
     }
-PRUNE(float32, f32, f32, float, same_f32, same_f32)
-PRUNE(float64, f64, f64, double, same_f64, same_f64)
-PRUNE(float16, u16, f32, float, narrow_f16, sp_f16_to_f32)
-PRUNE(bfloat16, u16, f32, float, narrow_bf16, sp_bf16_to_f32)
+PRUNE(float32, f32, f32, float, same_f32, grad, f32, same_f32, same_f32, same_f32)
+PRUNE(float64, f64, f64, double, same_f64, grad, f64, same_f64, same_f64, same_f64)
+PRUNE(float16, u16, f32, float, sp_f16_to_f32, grad, u16, sp_prune_to_f16, sp_f16_to_f32, same_u16)
+PRUNE(bfloat16, u16, f32, float, sp_bf16_to_f32, grad, u16, sp_prune_to_bf16, sp_bf16_to_f32, same_u16)
+PRUNE(to_float16, f32, f32, float, same_f32, sent, u16, sp_prune_to_f16, sp_f16_to_f32, sp_prune_as_is_f16)
+PRUNE(to_bfloat16, f32, f32, float, same_f32, sent, u16, sp_prune_to_bf16, sp_bf16_to_f32,
+      sp_prune_as_is_bf16)
 
 void sp_prune_scalar(sp_prune_args *a)
 {
     a->n_sent = a->n_nonfinite = 0;
     a->n_done = 0;
-    if (a->dtype == SPCCL_FLOAT32)
+    if (a->sent != NULL && a->sent_dtype == SPCCL_FLOAT16)
+        prune_to_float16(a);
+    else if (a->sent != NULL)
+        prune_to_bfloat16(a);
+    else if (a->dtype == SPCCL_FLOAT32)
         prune_float32(a);
     else if (a->dtype == SPCCL_FLOAT64)
         prune_float64(a);

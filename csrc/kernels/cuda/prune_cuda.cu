@@ -10,11 +10,11 @@
 
 #define SP_PRUNE_GPUS 64 // GPUs of which the launcher remembers what it asked
 
-template <int DTYPE, bool RES_BF16>
+template <int DTYPE, bool RES_BF16, int SENT>
 __global__ void __launch_bounds__(SP_PRUNE_THREADS, SP_PRUNE_CTAS)
     sp_prune_kernel(const __grid_constant__ sp_gpu_prune_args a)
 {
-    sp_prune_pass<DTYPE, RES_BF16>(a, sp_no_lists());
+    sp_prune_pass<DTYPE, RES_BF16, sp_no_lists, SENT>(a, sp_no_lists());
 }
 
 // ---- launching ----
@@ -25,17 +25,24 @@ struct sp_prune_kernels {
     sp_prune_fn nonzero, sample, prune;
     size_t prune_shared_bytes;
 };
-template <int DTYPE, bool RES_BF16> static constexpr sp_prune_kernels kernels_for()
+template <int DTYPE, bool RES_BF16, int SENT = DTYPE> static constexpr sp_prune_kernels kernels_for()
 {
-    return {sp_prune_nonzero_kernel<DTYPE>, sp_prune_sample_kernel<DTYPE>, sp_prune_kernel<DTYPE, RES_BF16>,
-            SP_PRUNE_SHARED_BYTES};
+    return {sp_prune_nonzero_kernel<DTYPE>, sp_prune_sample_kernel<DTYPE>,
+            sp_prune_kernel<DTYPE, RES_BF16, SENT>, SP_PRUNE_SHARED_BYTES};
 }
 static const sp_prune_kernels kernels[] = {
-    kernels_for<SPCCL_FLOAT32, false>(),  kernels_for<SPCCL_FLOAT32, true>(),
-    kernels_for<SPCCL_FLOAT16, false>(),  kernels_for<SPCCL_FLOAT16, true>(),
-    kernels_for<SPCCL_BFLOAT16, false>(), kernels_for<SPCCL_BFLOAT16, true>(),
+    kernels_for<SPCCL_FLOAT32, false>(),
+    kernels_for<SPCCL_FLOAT32, true>(),
+    kernels_for<SPCCL_FLOAT16, false>(),
+    kernels_for<SPCCL_FLOAT16, true>(),
+    kernels_for<SPCCL_BFLOAT16, false>(),
+    kernels_for<SPCCL_BFLOAT16, true>(),
     kernels_for<SPCCL_FLOAT64, false>(),
+    // A float32 gradient that is sent in 16 bits.
+    kernels_for<SPCCL_FLOAT32, false, SPCCL_FLOAT16>(),
+    kernels_for<SPCCL_FLOAT32, false, SPCCL_BFLOAT16>(),
 };
+static const int FIRST_APART = 7; // of the last two
 static const int N_KERNELS = sizeof kernels / sizeof *kernels;
 
 static int kernels_index(const sp_gpu_prune_args *a)
@@ -44,6 +51,8 @@ static int kernels_index(const sp_gpu_prune_args *a)
                 : a->dtype == SPCCL_FLOAT16  ? 1
                 : a->dtype == SPCCL_BFLOAT16 ? 2
                                              : 3;
+    if (a->options.sent != NULL)
+        return FIRST_APART + (a->options.sent_dtype == SPCCL_BFLOAT16 ? 1 : 0);
     return 2 * dtype + (a->options.residual_bf16 != 0 ? 1 : 0);
 }
 

@@ -10,6 +10,7 @@
 
 // ---- dtypes: U is the gradient's bits, S the state. What `narrow` makes of a NaN is never used. ----
 
+// as_is: the bits of a float32 gradient that is sent as it is.
 template <int DTYPE> struct sp_prune_dtype;
 template <> struct sp_prune_dtype<SPCCL_FLOAT32> : sp_elem<SPCCL_FLOAT32> {
     typedef float S;
@@ -23,12 +24,20 @@ template <> struct sp_prune_dtype<SPCCL_FLOAT16> : sp_elem<SPCCL_FLOAT16> {
     {
         return (uint16_t)sp_pack_f16(v > SP_F16_MAX ? SP_F16_MAX : v < -SP_F16_MAX ? -SP_F16_MAX : v, 0);
     }
+    static __device__ __forceinline__ uint16_t as_is(uint32_t g)
+    {
+        return sp_prune_as_is_f16(__uint_as_float(g));
+    }
 };
 template <> struct sp_prune_dtype<SPCCL_BFLOAT16> : sp_elem<SPCCL_BFLOAT16> {
     typedef float S;
     static __device__ __forceinline__ uint16_t narrow(float v)
     {
         return (uint16_t)sp_pack_bf16(v > SP_BF16_MAX ? SP_BF16_MAX : v < -SP_BF16_MAX ? -SP_BF16_MAX : v, 0);
+    }
+    static __device__ __forceinline__ uint16_t as_is(uint32_t g)
+    {
+        return sp_prune_as_is_bf16(__uint_as_float(g));
     }
 };
 

@@ -75,10 +75,12 @@ struct sp_prune_tiles {
     }
 };
 
-// One segment, as the pass sees it.
-template <int DTYPE, bool RES_BF16> struct sp_prune_segment {
+// One segment, as the pass sees it. SENT: the dtype of what is sent; unless it is DTYPE, it goes to options.sent.
+template <int DTYPE, bool RES_BF16, int SENT> struct sp_prune_segment {
     typedef sp_prune_dtype<DTYPE> T;
+    typedef sp_prune_dtype<SENT> To;
     typedef typename T::U U;
+    typedef typename To::U O;
     typedef typename T::S S;
     typedef sp_prune_residual<S, RES_BF16> Residual;
     typedef typename Residual::R R;
@@ -86,7 +88,8 @@ template <int DTYPE, bool RES_BF16> struct sp_prune_segment {
     static constexpr uint32_t TILE = SP_GPU_PRUNE_TILE(sizeof(S));
     static constexpr uint32_t TURNS = TILE / SP_PRUNE_THREADS / EACH;
 
-    U *grad;
+    const U *grad;
+    O *sent;
     R *residual;
     S *velocity;
     uint64_t n_elems, first_tile, end_tile;
@@ -95,30 +98,43 @@ template <int DTYPE, bool RES_BF16> struct sp_prune_segment {
     sp_prune_random random;
 
     __device__ __forceinline__ sp_prune_segment(const sp_gpu_prune_args &a, const sp_gpu_prune_row &row)
-        : grad((U *)a.grad + row.segment.begin), residual((R *)row.segment.residual),
-          velocity((S *)row.segment.velocity), n_elems(row.segment.n_elems), first_tile(row.first_tile),
-          end_tile(row.end_tile), f(sp_prune_factors_as<S>::of(row.factors))
+        : grad((const U *)a.grad + row.segment.begin),
+          sent((O *)(SENT == DTYPE ? a.grad : a.options.sent) + row.segment.begin),
+          residual((R *)row.segment.residual), velocity((S *)row.segment.velocity),
+          n_elems(row.segment.n_elems), first_tile(row.first_tile), end_tile(row.end_tile),
+          f(sp_prune_factors_as<S>::of(row.factors))
     {
         least = f.whole ? S(-1) : f.threshold > 0 ? f.threshold : sp_prune_residual<S, false>::smallest();
         if (RES_BF16)
             random = sp_prune_random_of(a.options.seed, row.segment.key, row.segment.state->step);
     }
 
-    // One element, by sp_prune_elem. Replaces g, r and u by their new values.
-    __device__ __forceinline__ void prune_one(U &g, R &r, S &u, uint64_t index, sp_prune_tally &tally) const
+    // What is sent of a g that is not finite, or whose v is not.
+    static __device__ __forceinline__ O as_is(U g)
+    {
+        if constexpr (SENT == DTYPE)
+            return g;
+        else
+            return To::as_is(g);
+    }
+
+    // One element, by sp_prune_elem. Replaces r and u by their new values; to: what is sent.
+    __device__ __forceinline__ void prune_one(U g, O &to, R &r, S &u, uint64_t index,
+                                              sp_prune_tally &tally) const
     {
         auto e =
             sp_prune_elem(T::widen(g), Residual::widen(r), u, residual != nullptr, velocity != nullptr, f);
         tally.n_sent += e.sent || !e.finite ? 1 : 0;
         tally.n_nonfinite += !e.finite ? 1 : 0;
         if (!e.finite) {
+            to = as_is(g);
             r = Residual::narrow(sp_prune_rescaled(Residual::widen(r), f), random, index);
             u = sp_prune_rescaled(u, f);
             return;
         }
-        S sent = e.sent ? T::widen(T::narrow(e.v)) : S(0);
-        g = T::narrow(sent * f.scale);
-        r = Residual::narrow(e.v - sent, random, index);
+        S now = e.sent ? To::widen(To::narrow(e.v)) : S(0);
+        to = To::narrow(now * f.scale);
+        r = Residual::narrow(e.v - now, random, index);
         u = e.u;
     }
 
@@ -128,11 +144,11 @@ template <int DTYPE, bool RES_BF16> struct sp_prune_segment {
                                               uint64_t tile) const
     {
         for (uint64_t i = from + threadIdx.x; i < from + n; i += SP_PRUNE_THREADS) {
-            U g = grad[i];
+            O to;
             R r = residual != nullptr ? residual[i] : R(0);
             S u = velocity != nullptr ? velocity[i] : S(0);
-            prune_one(g, r, u, i, tally);
-            grad[i] = g;
+            prune_one(grad[i], to, r, u, i, tally);
+            sent[i] = to;
             if (residual != nullptr)
                 residual[i] = r;
             if (velocity != nullptr)
@@ -144,18 +160,18 @@ template <int DTYPE, bool RES_BF16> struct sp_prune_segment {
 
     // An element that has no place in a list: what would be sent goes back to the residual, if there is one.
     template <class LISTS>
-    __device__ __forceinline__ void hold_back(U &g, R *r, uint64_t index, sp_prune_tally &tally,
+    __device__ __forceinline__ void hold_back(O &to, R *r, uint64_t index, sp_prune_tally &tally,
                                               LISTS &lists) const
     {
-        S sent = T::widen(g);
-        if (g == 0)
+        S value = To::widen(to);
+        if (to == 0)
             return;
-        g = 0;
+        to = 0;
         tally.n_sent--;
-        if (!(sp_prune_abs(sent) <= sp_prune_residual<S, false>::largest())) {
+        if (!(sp_prune_abs(value) <= sp_prune_residual<S, false>::largest())) {
             lists.lose_nonfinite();
         } else if (r != nullptr) {
-            S back = Residual::widen(*r) + sent;
+            S back = Residual::widen(*r) + value;
             if (sp_prune_abs(back) <= sp_prune_residual<S, false>::largest())
                 *r = Residual::narrow(back, random, index);
         }
@@ -167,24 +183,25 @@ template <int DTYPE, bool RES_BF16> struct sp_prune_segment {
     {
         uint32_t n_mine = 0;
         for (uint32_t i = threadIdx.x; i < n; i += SP_PRUNE_THREADS)
-            n_mine += grad[from + i] != 0 ? 1 : 0;
+            n_mine += sent[from + i] != 0 ? 1 : 0;
         bool fits = lists.claim(tile, n_mine, f.whole);
         for (uint32_t i = threadIdx.x; i < n; i += SP_PRUNE_THREADS)
             if (fits)
-                lists.put(i, grad[from + i]);
+                lists.put(i, sent[from + i]);
             else
-                hold_back(grad[from + i], residual != nullptr ? residual + from + i : nullptr, from + i,
+                hold_back(sent[from + i], residual != nullptr ? residual + from + i : nullptr, from + i,
                           tally, lists);
     }
 
     typedef sp_prune_vector<U, EACH> Grad;
+    typedef sp_prune_vector<O, EACH> Sent;
     typedef sp_prune_vector<R, EACH> Res;
     typedef sp_prune_vector<S, EACH> Vel;
 
     // EACH elements. If v is finite, then g is, as inf and nan last through products and sums. So one test an
     // element is enough, and a thread with another value takes the slow way.
     template <bool HAS_U>
-    __device__ __forceinline__ void prune_vector(Grad &g, Res &r, Vel &u, uint64_t index,
+    __device__ __forceinline__ void prune_vector(const Grad &g, Sent &to, Res &r, Vel &u, uint64_t index,
                                                  sp_prune_tally &tally) const
     {
         S v[EACH], now[EACH];
@@ -200,24 +217,23 @@ template <int DTYPE, bool RES_BF16> struct sp_prune_segment {
             S none = S(0);
 #pragma unroll
             for (uint32_t c = 0; c < EACH; c++)
-                prune_one(g.e[c], r.e[c], HAS_U ? u.e[c] : none, index + c, tally);
+                prune_one(g.e[c], to.e[c], r.e[c], HAS_U ? u.e[c] : none, index + c, tally);
             return;
         }
 #pragma unroll
         for (uint32_t c = 0; c < EACH; c++) {
             bool sends = !(sp_prune_abs(v[c]) < least);
-            U bits = T::narrow(sends ? v[c] : S(0));
-            S sent = T::widen(bits);
+            O bits = To::narrow(sends ? v[c] : S(0));
             tally.n_sent += sends ? 1 : 0;
-            g.e[c] = bits;
-            r.e[c] = Residual::narrow(v[c] - sent, random, index + c);
+            to.e[c] = bits;
+            r.e[c] = Residual::narrow(v[c] - To::widen(bits), random, index + c);
             if (HAS_U)
                 u.e[c] = sends && !f.whole ? S(0) : now[c];
         }
         if (f.scale != S(1))
 #pragma unroll
             for (uint32_t c = 0; c < EACH; c++)
-                g.e[c] = T::narrow(T::widen(g.e[c]) * f.scale);
+                to.e[c] = To::narrow(To::widen(to.e[c]) * f.scale);
     }
 
     // The TILE elements from `from` on. A thread loads all its elements before it uses the first.
@@ -228,6 +244,7 @@ template <int DTYPE, bool RES_BF16> struct sp_prune_segment {
         constexpr uint32_t APART = SP_PRUNE_THREADS * EACH;
         uint64_t at = from + threadIdx.x * EACH;
         Grad g[TURNS];
+        Sent to[TURNS];
         Res r[TURNS];
         Vel u[TURNS];
 #pragma unroll
@@ -239,19 +256,19 @@ template <int DTYPE, bool RES_BF16> struct sp_prune_segment {
         }
 #pragma unroll
         for (uint32_t k = 0; k < TURNS; k++) {
-            prune_vector<HAS_U>(g[k], r[k], u[k], at + k * APART, tally);
-            g[k].template store<ALIGNED>(grad + at + k * APART);
+            prune_vector<HAS_U>(g[k], to[k], r[k], u[k], at + k * APART, tally);
+            to[k].template store<ALIGNED>(sent + at + k * APART);
             r[k].template store<true>(residual + at + k * APART);
             if (HAS_U)
                 u[k].template store<true>(velocity + at + k * APART);
         }
         if constexpr (LISTS::ON)
-            list_tile<ALIGNED>(g, r, from, tally, lists, tile);
+            list_tile<ALIGNED>(to, r, from, tally, lists, tile);
     }
 
-    // List what prune_tile has written: g and r are the new values.
+    // List what prune_tile has written: `to` and r.
     template <bool ALIGNED, class LISTS>
-    __device__ __forceinline__ void list_tile(Grad *g, Res *r, uint64_t from, sp_prune_tally &tally,
+    __device__ __forceinline__ void list_tile(Sent *to, Res *r, uint64_t from, sp_prune_tally &tally,
                                               LISTS &lists, uint64_t tile) const
     {
         constexpr uint32_t APART = SP_PRUNE_THREADS * EACH;
@@ -260,21 +277,21 @@ template <int DTYPE, bool RES_BF16> struct sp_prune_segment {
         for (uint32_t k = 0; k < TURNS; k++)
 #pragma unroll
             for (uint32_t c = 0; c < EACH; c++)
-                n_mine += g[k].e[c] != 0 ? 1 : 0;
+                n_mine += to[k].e[c] != 0 ? 1 : 0;
         if (lists.claim(tile, n_mine, f.whole)) {
 #pragma unroll
             for (uint32_t k = 0; k < TURNS; k++)
 #pragma unroll
                 for (uint32_t c = 0; c < EACH; c++)
-                    lists.put(first + k * APART + c, g[k].e[c]);
+                    lists.put(first + k * APART + c, to[k].e[c]);
             return;
         }
 #pragma unroll
         for (uint32_t k = 0; k < TURNS; k++) {
 #pragma unroll
             for (uint32_t c = 0; c < EACH; c++)
-                hold_back(g[k].e[c], &r[k].e[c], from + first + k * APART + c, tally, lists);
-            g[k].template store<ALIGNED>(grad + from + first + k * APART);
+                hold_back(to[k].e[c], &r[k].e[c], from + first + k * APART + c, tally, lists);
+            to[k].template store<ALIGNED>(sent + from + first + k * APART);
             r[k].template store<true>(residual + from + first + k * APART);
         }
     }
@@ -294,10 +311,17 @@ template <int DTYPE, bool RES_BF16> struct sp_prune_segment {
             tiles.step();
         }
     }
+    // Of a segment that is skipped: its gradient is 0.
+    __device__ __forceinline__ void send_nothing(uint64_t tile) const
+    {
+        uint64_t from = (tile - first_tile) * TILE, left = n_elems - from;
+        for (uint64_t i = from + threadIdx.x; i < from + (left < TILE ? left : TILE); i += SP_PRUNE_THREADS)
+            sent[i] = 0;
+    }
     template <class LISTS>
     __device__ __forceinline__ void prune(sp_prune_tiles &tiles, sp_prune_tally &tally, LISTS &lists) const
     {
-        bool aligned = (uintptr_t)grad % (EACH * sizeof(U)) == 0;
+        bool aligned = (uintptr_t)grad % (EACH * sizeof(U)) == 0 && (uintptr_t)sent % (EACH * sizeof(O)) == 0;
         if (velocity != nullptr && aligned)
             prune_tiles<true, true>(tiles, tally, lists);
         else if (velocity != nullptr)
@@ -310,7 +334,7 @@ template <int DTYPE, bool RES_BF16> struct sp_prune_segment {
 };
 
 // The kernel: what a CTA does. The grid has as many CTAs as run at once. LISTS: sp_no_lists or sp_pruned_lists.
-template <int DTYPE, bool RES_BF16, class LISTS>
+template <int DTYPE, bool RES_BF16, class LISTS, int SENT = DTYPE>
 __device__ __forceinline__ void sp_prune_pass(const sp_gpu_prune_args &a, LISTS lists)
 {
     sp_gpu_prune_row *rows = sp_prune_rows(a);
@@ -320,11 +344,13 @@ __device__ __forceinline__ void sp_prune_pass(const sp_gpu_prune_args &a, LISTS 
     while (tiles.now < a.n_tiles) { // one segment each time
         while (rows[index].end_tile <= tiles.now)
             index++;
-        const sp_prune_segment<DTYPE, RES_BF16> segment(a, rows[index]);
+        const sp_prune_segment<DTYPE, RES_BF16, SENT> segment(a, rows[index]);
         if (sp_prune_skips(a, rows[index])) {
             while (tiles.now < segment.end_tile) {
                 if constexpr (LISTS::ON)
                     lists.none(tiles.now);
+                if constexpr (SENT != DTYPE)
+                    segment.send_nothing(tiles.now);
                 tiles.ask();
                 tiles.step();
             }
