@@ -226,6 +226,13 @@ SPCCL_API spccl_status spccl_get_unique_id(spccl_unique_id *out);
 SPCCL_API spccl_status spccl_comm_init_rank(const spccl_unique_id *id, int rank, int world_size,
                                             const spccl_config *config, spccl_comm **out);
 
+/* The host of this process, as communicators see it: ranks with the same bytes are on one host. `host_id`: as in
+ * spccl_config. Threads: any. Errors: ARG (out is NULL), SYSTEM. */
+typedef struct spccl_host {
+    char bytes[44];
+} spccl_host;
+SPCCL_API spccl_status spccl_get_host(const char *host_id, spccl_host *out);
+
 SPCCL_API int spccl_comm_rank(const spccl_comm *comm);
 SPCCL_API int spccl_comm_world_size(const spccl_comm *comm);
 /* Deadline of the collectives issued from now on. Errors: ARG (timeout_ms <= 0). */

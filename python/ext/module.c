@@ -22,6 +22,17 @@ static PyObject *get_unique_id(PyObject *module, PyObject *unused)
     return PyBytes_FromStringAndSize(id.bytes, sizeof id.bytes);
 }
 
+static PyObject *get_host(PyObject *module, PyObject *unused)
+{
+    spccl_host host;
+    spccl_status st = spccl_get_host(NULL, &host);
+
+    (void)unused;
+    if (st != SPCCL_OK)
+        return ext_raise(PyModule_GetState(module), st);
+    return PyBytes_FromStringAndSize(host.bytes, sizeof host.bytes);
+}
+
 static PyObject *info(PyObject *module, PyObject *unused)
 {
     spccl_info_entry e = {.struct_bytes = sizeof e};
@@ -62,6 +73,7 @@ static PyMethodDef methods[] = {
      "weights_send(plan, out, density, sample, leak, scale, seed, chunk, levels, stream) -> None"},
     {"weights_receive", ext_weights_receive, METH_VARARGS, "weights_receive(plan, change, stream) -> None"},
     {"get_unique_id", get_unique_id, METH_NOARGS, "get_unique_id() -> bytes: 128 bytes, good for one group"},
+    {"get_host", get_host, METH_NOARGS, "get_host() -> bytes: the same on all ranks of one host"},
     {"info", info, METH_NOARGS, "info() -> list of (kind, name, value, why)"},
     {"version", version, METH_NOARGS, "version() -> str: of the library loaded"},
     {NULL, NULL, 0, NULL},

@@ -270,6 +270,7 @@ static void count_hosts(struct rank_ctx *ctx)
 static void test_host_id(void)
 {
     struct rank_ctx ctx[RANKS_CAP];
+    spccl_host host;
     uint8_t a[SP_HOST_ID_BYTES], b[SP_HOST_ID_BYTES], none[SP_HOST_ID_BYTES];
     int n_hosts = 3;
     test_ranks_per_host = 1;
@@ -277,9 +278,15 @@ static void test_host_id(void)
     setenv("SPCCL_HOST_ID", "one", 1);
     n_hosts = 1;
     run_ranks(3, NULL, count_hosts, &n_hosts, ctx);
+    CHECK_OK(spccl_get_host("a", &host));
+    CHECK_OK(sp_host_identity("one", a));
+    CHECK(memcmp(a, host.bytes, sizeof a) == 0, "SPCCL_HOST_ID does not win");
     unsetenv("SPCCL_HOST_ID");
+    CHECK(spccl_get_host("a", NULL) == SPCCL_ERR_ARG, "out is NULL");
+    CHECK_OK(spccl_get_host("a", &host));
     test_ranks_per_host = 0;
     CHECK_OK(sp_host_identity("a", a));
+    CHECK(memcmp(a, host.bytes, sizeof a) == 0, "a public identity is another one");
     CHECK_OK(sp_host_identity("b", b));
     CHECK_OK(sp_host_identity("", none));
     CHECK(memcmp(a, b, sizeof a) != 0 && memcmp(a, none, sizeof a) != 0, "two names give one identity");

@@ -24,6 +24,21 @@ static spccl_status read_schedule(spccl_comm *comm, const char *wanted)
     return sp_tune_parse_schedule(wanted, &comm->schedule_forced, &comm->schedule);
 }
 
+/* The name of this rank's host: SPCCL_HOST_ID, else `given`. */
+static const char *name_of_host(const char *given)
+{
+    const char *name = sp_env_text(SP_ENV_HOST_ID);
+    return name[0] != '\0' ? name : given;
+}
+
+spccl_status spccl_get_host(const char *host_id, spccl_host *out)
+{
+    _Static_assert(sizeof out->bytes == SP_HOST_ID_BYTES, "the public size of an identity");
+    if (out == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_get_host: out is NULL");
+    return sp_host_identity(name_of_host(host_id), (uint8_t *)out->bytes);
+}
+
 /* Read the settings. For each the environment variable counts first, then the config, then the default. The
  * time-out is the exception: a config.timeout_ms above 0 counts before SPCCL_TIMEOUT_MS. */
 static spccl_status read_settings(spccl_comm *comm, const spccl_config *config, sp_boot_config *boot)
@@ -59,9 +74,7 @@ static spccl_status read_settings(spccl_comm *comm, const spccl_config *config, 
     while (boot->queue_bytes < 8 * comm->slice_bytes) /* a queue holds several messages of the largest size */
         boot->queue_bytes *= 2;
     boot->n_sockets = config->n_sockets;
-    boot->host_id = sp_env_text(SP_ENV_HOST_ID);
-    if (boot->host_id[0] == '\0')
-        boot->host_id = config->host_id;
+    boot->host_id = name_of_host(config->host_id);
     boot->transports = sp_env_text(SP_ENV_TRANSPORTS);
     if (config->transports != NULL &&
         strcmp(boot->transports, sp_env_describe(SP_ENV_TRANSPORTS)->default_text) == 0)
