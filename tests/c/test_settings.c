@@ -210,6 +210,7 @@ static void test_old_names(void)
     setenv("SPCCL_CUDA_BETWEEN_HOSTS", "1", 1);
     CHECK(strcmp(sp_env_text(SP_ENV_CUDA_ROUTE), "spccl") == 0, "1: %s", sp_env_text(SP_ENV_CUDA_ROUTE));
     refused("SPCCL_CUDA_BETWEEN_HOSTS", "2");
+    refused("SPCCL_CUDA_BETWEEN_HOSTS", "nccl"); /* a word of the new name alone */
     refused("SPCCL_CUDA_ROUTE", "1");
 }
 

@@ -110,10 +110,23 @@ static const char *name_of(const sp_env_var *v)
     return !is_set(v->name) && is_set(v->old_name) ? v->old_name : v->name;
 }
 
+/* The value that was given under the name that counts. */
+static const char *given_text(const sp_env_var *v)
+{
+    const char *name = name_of(v);
+    return is_set(name) ? getenv(name) : v->default_text;
+}
+
+/* SPCCL_CUDA_BETWEEN_HOSTS counts. Its words are not those of SPCCL_CUDA_ROUTE. */
+static int is_between_hosts(const sp_env_var *v)
+{
+    return v == &vars[SP_ENV_CUDA_ROUTE] && name_of(v) == v->old_name;
+}
+
 const char *sp_env_text(sp_env_id id)
 {
-    const char *name = name_of(&vars[id]), *text = is_set(name) ? getenv(name) : vars[id].default_text;
-    if (id == SP_ENV_CUDA_ROUTE && name == vars[id].old_name)
+    const char *text = given_text(&vars[id]);
+    if (is_between_hosts(&vars[id]))
         return strcmp(text, "1") == 0 ? "spccl" : strcmp(text, "0") == 0 ? "one-host" : text;
     return text;
 }
@@ -162,13 +175,13 @@ spccl_status sp_env_check(void)
 {
     for (int i = 0; i < SP_N_ENV; i++) {
         const sp_env_var *v = &vars[i];
-        const char *text = sp_env_text((sp_env_id)i);
+        const char *text = given_text(v), *choices = is_between_hosts(v) ? "auto, 1, 0" : v->choices;
         int64_t n;
         if (v->max != 0)
             SP_TRY(sp_env_number((sp_env_id)i, &n));
-        if (v->choices != NULL && !is_in_list(text, v->choices))
-            return SP_FAIL(SPCCL_ERR_SETTING, "%s=\"%s\": wanted one of %s (%s)", name_of(v), text,
-                           v->choices, v->help);
+        if (choices != NULL && !is_in_list(text, choices))
+            return SP_FAIL(SPCCL_ERR_SETTING, "%s=\"%s\": wanted one of %s (%s)", name_of(v), text, choices,
+                           v->help);
     }
     return SPCCL_OK;
 }
