@@ -49,7 +49,8 @@ class Options:
         n_sockets: TCP sockets per peer and queue; 0 = default.
         max_ctas: most thread blocks (one per multiprocessor) of a CUDA collective; 0 = all.
         inbox_bytes: most bytes of GPU memory for the data that peers send; 0 = default.
-        cuda_fallback, cuda_engine: of earlier versions; use cuda_route. They act for one more release.
+        cuda_fallback, cuda_engine: of earlier versions; use cuda_route. They act for one more release, and read as what
+            cuda_route means.
         order: "device": the collectives of all groups of a GPU are in one collective order, as kernels that wait
             for peers need it. "group": each group has an order of its own. Variable: SPCCL_ORDER.
         blocking_wait: CUDA calls and Work.wait() return when the GPU is done, and raise if it failed. Variable:
@@ -72,6 +73,10 @@ class Options:
     cuda_route: str = "auto"
 
     def __post_init__(self, cuda_fallback: str | None, cuda_engine: bool | None) -> None:
+        if isinstance(cuda_engine, _OldFlag):
+            cuda_engine = None
+        if isinstance(cuda_fallback, _OldText):
+            cuda_fallback = None
         if cuda_fallback not in (None, "nccl", "stage"):
             raise ValueError(f"spccl: Options.cuda_fallback={cuda_fallback!r}, wanted one of nccl, stage")
         if cuda_fallback is not None or cuda_engine is not None:
@@ -91,6 +96,20 @@ class Options:
                 raise ValueError(f"spccl: Options.{name}={value!r}, wanted a whole number from 0 to {2**bits - 1}")
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise ValueError(f"spccl: Options.timeout={self.timeout!r}, wanted more than 0")
+
+
+class _OldFlag(int):
+    """What Options.cuda_engine reads as. `dataclasses.replace` passes it on, and it then counts as not given."""
+
+    __repr__ = __str__ = lambda self: str(bool(self))
+
+
+class _OldText(str):
+    """The same, of Options.cuda_fallback."""
+
+
+Options.cuda_engine = property(lambda self: _OldFlag(self.cuda_route not in ("nccl", "stage")))
+Options.cuda_fallback = property(lambda self: _OldText("stage" if self.cuda_route.endswith("stage") else "nccl"))
 
 
 def register() -> None:

@@ -86,12 +86,22 @@ def _torch_glue() -> list[Entry]:
         return [Entry("python", name, "absent", f"{type(error).__name__}: {error}")]
 
 
+def _in_force(entry: Entry) -> Entry:
+    """`entry`, changed by the variables of earlier versions that only the torch backend reads."""
+    if entry.name != _torch_settings.ROUTE.name:
+        return entry
+    try:
+        return dataclasses.replace(entry, value=_torch_settings.route_in_force(entry.value))
+    except ValueError:  # a bad value is shown as it is
+        return entry
+
+
 def info() -> list[Entry]:
     """The parts of this build with reasons, the settings with their present values, and Python packages.
 
     Imports torch if it is installed, which may take seconds. Raises: nothing.
     """
-    entries = [Entry(*entry) for entry in _ext.info()]
+    entries = [_in_force(Entry(*entry)) for entry in _ext.info()]
     entries += [Entry("setting", s.name, s.text(), s.meaning) for s in _torch_settings.ALL]
     entries += [
         Entry(

@@ -96,6 +96,8 @@ def test_old_options_become_a_route():
     with pytest.warns(FutureWarning, match="write cuda_route='stage'"):
         options = backend.Options(cuda_engine=False, cuda_fallback="stage")
     assert options == backend.Options(cuda_route="stage") == backend._with_environment(options)
+    assert (options.cuda_engine, options.cuda_fallback) == (False, "stage")
+    assert (backend.Options().cuda_engine, backend.Options().cuda_fallback) == (True, "nccl")
 
 
 def test_stats_without_a_group():

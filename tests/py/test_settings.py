@@ -40,6 +40,7 @@ def test_old_names_of_the_route(monkeypatch):
     assert [in_force(route) for route in ("auto", "one-host", "nccl")] == ["auto+stage", "one-host+stage", "stage"]
     monkeypatch.setenv("SPCCL_CUDA_ENGINE", "0")
     assert in_force("spccl") == "stage"
+    assert next(entry.value for entry in spccl.info() if entry.name == "SPCCL_CUDA_ROUTE") == "stage"
     monkeypatch.setenv("SPCCL_CUDA_FALLBACK", "nccl")
     assert in_force("auto+stage") == "nccl"
     monkeypatch.setenv("SPCCL_CUDA_ENGINE", "1")
