@@ -375,13 +375,13 @@ static void test_runs_ahead(void)
             size_t ahead = 0, bytes;
             const void *got;
             void *space;
-            for (; ahead < 1 + (size_t)round % 7 && sp_spsc_reserve(&tx, sizes[i], &space) == SP_SPSC_OK;
+            for (; ahead < 1 + (size_t)round % 7 && sp_spsc_reserve(&tx, sizes[i], &space) == SPCCL_OK;
                  ahead++)
-                CHECK(sp_spsc_commit(&tx) == SP_SPSC_OK, "commit");
+                CHECK(sp_spsc_commit(&tx) == SPCCL_OK, "commit");
             CHECK(ahead == 1 + (size_t)round % 7 || ahead >= wanted,
                   "%zu messages of %zu bytes ahead; wanted %zu", ahead, sizes[i], wanted);
-            while (sp_spsc_peek(&rx, &got, &bytes) == SP_SPSC_OK)
-                CHECK(bytes == sizes[i] && sp_spsc_release(&rx) == SP_SPSC_OK, "%zu bytes", bytes);
+            while (sp_spsc_peek(&rx, &got, &bytes) == SPCCL_OK)
+                CHECK(bytes == sizes[i] && sp_spsc_release(&rx) == SPCCL_OK, "%zu bytes", bytes);
         }
     }
     free(data);

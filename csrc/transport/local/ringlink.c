@@ -72,6 +72,7 @@ spccl_status sp_ring_reserve(sp_endpoint *ep, int peer, int queue, size_t bytes,
 {
     sp_ring_link *link = &self(ep)->links[peer];
     sp_spsc_tx *q = &link->tx[queue];
+    spccl_status st;
     if (bytes == 0 || bytes > sp_spsc_message_max(q->cap))
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: message of %zu bytes to rank %d; wanted 1 to %zu", link->rank,
                        bytes, link->peer, sp_spsc_message_max(q->cap));
@@ -79,24 +80,19 @@ spccl_status sp_ring_reserve(sp_endpoint *ep, int peer, int queue, size_t bytes,
         return link_broken(link, queue);
     if (link->gone)
         return link_gone(link);
-    switch (sp_spsc_reserve(q, bytes, out)) {
-    case SP_SPSC_OK:
-        link->blocked &= ~(1u << queue);
-        return SPCCL_OK;
-    case SP_SPSC_AGAIN:
-        link->blocked |= 1u << queue;
-        return SPCCL_AGAIN;
-    case SP_SPSC_BROKEN:
-        break;
-    }
-    return link_broken(link, queue);
+    st = sp_spsc_reserve(q, bytes, out);
+    if (st == SPCCL_ERR_FORMAT)
+        return link_broken(link, queue);
+    link->blocked &= ~(1u << queue);
+    link->blocked |= (st == SPCCL_AGAIN ? 1u : 0u) << queue;
+    return st;
 }
 
 spccl_status sp_ring_commit(sp_endpoint *ep, int peer, int queue, uint32_t call)
 {
     sp_ring_link *link = &self(ep)->links[peer];
     (void)call; /* a queue has memory of its own: nothing competes */
-    if (sp_spsc_commit(&link->tx[queue]) != SP_SPSC_OK)
+    if (sp_spsc_commit(&link->tx[queue]) != SPCCL_OK)
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: commit to rank %d, queue %d, without reserve", link->rank,
                        link->peer, queue);
     /* The load comes first: an exchange at every message would take the cache line from the peer's core. */
@@ -108,24 +104,17 @@ spccl_status sp_ring_commit(sp_endpoint *ep, int peer, int queue, uint32_t call)
 spccl_status sp_ring_peek(sp_endpoint *ep, int peer, int queue, const void **out, size_t *bytes)
 {
     sp_ring_link *link = &self(ep)->links[peer];
-    if (link->broken)
+    spccl_status st = link->broken ? SPCCL_ERR_FORMAT : sp_spsc_peek(&link->rx[queue], out, bytes);
+    if (st == SPCCL_ERR_FORMAT)
         return link_broken(link, queue);
-    switch (sp_spsc_peek(&link->rx[queue], out, bytes)) {
-    case SP_SPSC_OK:
-        return SPCCL_OK;
-    case SP_SPSC_AGAIN:
-        /* `gone` was set before this look at an empty queue, so no earlier message can be missed. */
-        return link->gone ? link_gone(link) : SPCCL_AGAIN;
-    case SP_SPSC_BROKEN:
-        break;
-    }
-    return link_broken(link, queue);
+    /* `gone` was set before this look at an empty queue, so no earlier message can be missed. */
+    return st == SPCCL_AGAIN && link->gone ? link_gone(link) : st;
 }
 
 spccl_status sp_ring_release(sp_endpoint *ep, int peer, int queue)
 {
     sp_ring_link *link = &self(ep)->links[peer];
-    if (sp_spsc_release(&link->rx[queue]) != SP_SPSC_OK)
+    if (sp_spsc_release(&link->rx[queue]) != SPCCL_OK)
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: release of rank %d, queue %d, without peek", link->rank,
                        link->peer, queue);
     if ((atomic_load(&link->in->producer_waits) & (1u << queue)) != 0 &&
@@ -161,15 +150,15 @@ static spccl_status arm_link(sp_ring_link *link)
      * come after the pass that could have used it. A broken index counts too; the next peek or reserve
      * reports it. */
     for (int i = 0; i < link->n_queues; i++) {
-        sp_spsc_result in = sp_spsc_rx_look(&link->rx[i]), out = SP_SPSC_AGAIN;
+        spccl_status in = sp_spsc_rx_look(&link->rx[i]), out = SPCCL_AGAIN;
         if ((link->blocked & (1u << i)) != 0)
             out = sp_spsc_tx_look(&link->tx[i]);
-        if (out != SP_SPSC_AGAIN)
+        if (out != SPCCL_AGAIN)
             link->blocked &= ~(1u << i);
-        changed = changed || in == SP_SPSC_BROKEN || out != SP_SPSC_AGAIN ||
+        changed = changed || in == SPCCL_ERR_FORMAT || out != SPCCL_AGAIN ||
                   link->armed_head[i] != link->rx[i].head;
         link->armed_head[i] = link->rx[i].head;
-        link->broken = link->broken || in == SP_SPSC_BROKEN || out == SP_SPSC_BROKEN;
+        link->broken = link->broken || in == SPCCL_ERR_FORMAT || out == SPCCL_ERR_FORMAT;
     }
     return changed ? SPCCL_AGAIN : SPCCL_OK;
 }

@@ -14,10 +14,12 @@
  * sets (ringlink.c). So either the sleeper sees the new index, or the other side sees the flag (as in
  * Dekker's algorithm). Fences are not used, because ThreadSanitizer does not understand them.
  *
- * The consumer checks every number that it reads. An impossible one gives SP_SPSC_BROKEN, and never an access
+ * The consumer checks every number that it reads. An impossible one gives SPCCL_ERR_FORMAT, and never an access
  * outside the ring. The queue does not remember that: the caller must stop using it. */
 #ifndef SP_SPSC_H
 #define SP_SPSC_H
+
+#include "spccl.h"
 
 #include <stdatomic.h>
 #include <stddef.h>
@@ -33,7 +35,6 @@
 #define SP_SPSC_HOT_RECORDS 8u
 
 enum { SP_SPSC_MESSAGE = 0x53500001, SP_SPSC_SKIP = 0x53500002 };
-typedef enum sp_spsc_result { SP_SPSC_OK, SP_SPSC_AGAIN, SP_SPSC_BROKEN } sp_spsc_result;
 
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2,
                "atomics must work between processes");
@@ -78,38 +79,38 @@ static inline void sp_spsc_put_head(uint8_t *at, uint32_t bytes, uint32_t kind)
 }
 
 /* Read tail again. OK if it moved, AGAIN if not. */
-static inline sp_spsc_result sp_spsc_tx_look(sp_spsc_tx *q)
+static inline spccl_status sp_spsc_tx_look(sp_spsc_tx *q)
 {
     uint64_t tail = atomic_load_explicit(&q->ctl->tail, memory_order_seq_cst);
     if (tail == q->tail)
-        return SP_SPSC_AGAIN;
+        return SPCCL_AGAIN;
     if (q->head - tail > q->head - q->tail) /* tail went back, or past head */
-        return SP_SPSC_BROKEN;
+        return SPCCL_ERR_FORMAT;
     q->tail = tail;
-    return SP_SPSC_OK;
+    return SPCCL_OK;
 }
 
 /* Reserve space for `bytes` (1 to sp_spsc_message_max). AGAIN if there is none now. Replaces a reservation
  * that was not committed. */
-static inline sp_spsc_result sp_spsc_reserve(sp_spsc_tx *q, size_t bytes, void **out)
+static inline spccl_status sp_spsc_reserve(sp_spsc_tx *q, size_t bytes, void **out)
 {
     uint64_t total = sp_spsc_record_bytes(bytes), pos = q->head & (q->cap - 1), rest = q->cap - pos, skip = 0;
     if (total > q->largest)
         q->largest = total;
     if (pos >= SP_SPSC_HOT_BYTES && pos >= SP_SPSC_HOT_RECORDS * q->largest) {
         if (q->tail != q->head && (pos & (SP_SPSC_HOT_BYTES - 1)) < total &&
-            sp_spsc_tx_look(q) == SP_SPSC_BROKEN)
-            return SP_SPSC_BROKEN;
+            sp_spsc_tx_look(q) == SPCCL_ERR_FORMAT)
+            return SPCCL_ERR_FORMAT;
         if (q->tail == q->head)
             skip = rest;
     }
     if (rest < total)
         skip = rest;
     if (q->cap - (q->head - q->tail) < skip + total) {
-        if (sp_spsc_tx_look(q) == SP_SPSC_BROKEN)
-            return SP_SPSC_BROKEN;
+        if (sp_spsc_tx_look(q) == SPCCL_ERR_FORMAT)
+            return SPCCL_ERR_FORMAT;
         if (q->cap - (q->head - q->tail) < skip + total)
-            return SP_SPSC_AGAIN;
+            return SPCCL_AGAIN;
     }
     if (skip != 0) {
         sp_spsc_put_head(q->data + pos, 0, SP_SPSC_SKIP);
@@ -118,41 +119,41 @@ static inline sp_spsc_result sp_spsc_reserve(sp_spsc_tx *q, size_t bytes, void *
     sp_spsc_put_head(q->data + pos, (uint32_t)bytes, SP_SPSC_MESSAGE);
     q->next = q->head + skip + total;
     *out = q->data + pos + SP_SPSC_HEAD_BYTES;
-    return SP_SPSC_OK;
+    return SPCCL_OK;
 }
 
 /* Publish the reserved message. AGAIN if there is none. */
-static inline sp_spsc_result sp_spsc_commit(sp_spsc_tx *q)
+static inline spccl_status sp_spsc_commit(sp_spsc_tx *q)
 {
     if (q->next == q->head)
-        return SP_SPSC_AGAIN;
+        return SPCCL_AGAIN;
     q->head = q->next;
     atomic_store_explicit(&q->ctl->head, q->head, memory_order_seq_cst);
-    return SP_SPSC_OK;
+    return SPCCL_OK;
 }
 
 /* Read head again. OK if it moved, AGAIN if not. */
-static inline sp_spsc_result sp_spsc_rx_look(sp_spsc_rx *q)
+static inline spccl_status sp_spsc_rx_look(sp_spsc_rx *q)
 {
     uint64_t head = atomic_load_explicit(&q->ctl->head, memory_order_seq_cst);
     if (head == q->head)
-        return SP_SPSC_AGAIN;
+        return SPCCL_AGAIN;
     if (head - q->tail > q->cap || head - q->tail < q->head - q->tail || (head & 15u) != 0)
-        return SP_SPSC_BROKEN;
+        return SPCCL_ERR_FORMAT;
     q->head = head;
-    return SP_SPSC_OK;
+    return SPCCL_OK;
 }
 
 /* Get the oldest message, which stays until sp_spsc_release. AGAIN if there is none. */
-static inline sp_spsc_result sp_spsc_peek(sp_spsc_rx *q, const void **out, size_t *bytes)
+static inline spccl_status sp_spsc_peek(sp_spsc_rx *q, const void **out, size_t *bytes)
 {
     uint64_t at = q->tail, pos;
     const volatile uint32_t *record;
     uint32_t n, kind;
     if (q->next == q->tail) {
         if (q->head == q->tail) {
-            sp_spsc_result r = sp_spsc_rx_look(q);
-            if (r != SP_SPSC_OK)
+            spccl_status r = sp_spsc_rx_look(q);
+            if (r != SPCCL_OK)
                 return r;
         }
         pos = at & (q->cap - 1);
@@ -161,7 +162,7 @@ static inline sp_spsc_result sp_spsc_peek(sp_spsc_rx *q, const void **out, size_
         if (kind == SP_SPSC_SKIP) {
             at += q->cap - pos;
             if (q->head - at > q->cap || q->head == at) /* a message must follow */
-                return SP_SPSC_BROKEN;
+                return SPCCL_ERR_FORMAT;
             pos = 0;
             record = (const volatile uint32_t *)(const void *)q->data;
             kind = record[1];
@@ -169,24 +170,24 @@ static inline sp_spsc_result sp_spsc_peek(sp_spsc_rx *q, const void **out, size_
         n = record[0];
         if (kind != SP_SPSC_MESSAGE || n == 0 || sp_spsc_record_bytes(n) > q->head - at ||
             sp_spsc_record_bytes(n) > q->cap - pos)
-            return SP_SPSC_BROKEN;
+            return SPCCL_ERR_FORMAT;
         q->message = q->data + pos + SP_SPSC_HEAD_BYTES;
         q->message_bytes = n;
         q->next = at + sp_spsc_record_bytes(n);
     }
     *out = q->message;
     *bytes = q->message_bytes;
-    return SP_SPSC_OK;
+    return SPCCL_OK;
 }
 
 /* Give the space of the peeked message back. AGAIN if nothing was peeked. */
-static inline sp_spsc_result sp_spsc_release(sp_spsc_rx *q)
+static inline spccl_status sp_spsc_release(sp_spsc_rx *q)
 {
     if (q->next == q->tail)
-        return SP_SPSC_AGAIN;
+        return SPCCL_AGAIN;
     q->tail = q->next;
     atomic_store_explicit(&q->ctl->tail, q->tail, memory_order_seq_cst);
-    return SP_SPSC_OK;
+    return SPCCL_OK;
 }
 
 #endif
