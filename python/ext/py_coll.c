@@ -1,19 +1,35 @@
 /* py_coll.c - the collectives of the Communicator type: check the arrays, start, wait or return a Request. */
 #include "py_comm.h"
 
+enum collective { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST };
+
 /* The arguments of a collective; `out` is NULL for broadcast. */
 typedef struct call {
+    enum collective what;
     PyObject *in, *out;
     const char *dtype, *op_name;
     int async_op, root;
     spccl_redop op;
 } call;
 
-typedef spccl_status (*issue_fn)(spccl_comm *comm, const call *c, const ext_array *in, const ext_array *out,
-                                 spccl_request **req);
+static spccl_status issue(spccl_comm *comm, const call *c, const ext_array *in, const ext_array *out,
+                          spccl_request **req)
+{
+    switch (c->what) {
+    case ALL_GATHER:
+        return spccl_all_gather(comm, in->data, out->data, in->n_elems, in->dtype, req);
+    case REDUCE_SCATTER:
+        return spccl_reduce_scatter(comm, in->data, out->data, out->n_elems, in->dtype, c->op, req);
+    case ALL_REDUCE:
+        return spccl_all_reduce(comm, in->data, out->data, in->n_elems, in->dtype, c->op, req);
+    case BROADCAST:
+        break;
+    }
+    return spccl_broadcast(comm, in->data, in->n_elems, in->dtype, c->root, req);
+}
 
 /* Start the collective; then wait for it, or return a Request. Takes ownership of `flight`. */
-static PyObject *run(ext_comm *self, const call *c, issue_fn issue, ext_flight *flight)
+static PyObject *run(ext_comm *self, const call *c, ext_flight *flight)
 {
     ext_state *state = ext_comm_state(self);
     spccl_status st;
@@ -45,15 +61,11 @@ static PyObject *run(ext_comm *self, const call *c, issue_fn issue, ext_flight *
     return st == SPCCL_OK ? Py_NewRef(Py_None) : NULL;
 }
 
-/* How the numbers of elements of input and output must relate. */
-typedef enum shape_rule { OUT_IS_WORLD_TIMES_IN, IN_IS_WORLD_TIMES_OUT, SAME } shape_rule;
-
-static int check_shapes(ext_state *state, const ext_array *in, const ext_array *out, shape_rule rule,
+static int check_shapes(ext_state *state, const ext_array *in, const ext_array *out, enum collective what,
                         size_t world)
 {
-    const ext_array *large = rule == IN_IS_WORLD_TIMES_OUT ? in : out;
-    const ext_array *small = rule == IN_IS_WORLD_TIMES_OUT ? out : in;
-    size_t times = rule == SAME ? 1 : world;
+    const ext_array *large = what == REDUCE_SCATTER ? in : out, *small = what == REDUCE_SCATTER ? out : in;
+    size_t times = what == ALL_REDUCE ? 1 : world;
 
     if (in->dtype != out->dtype) {
         ext_raise_text(state, SPCCL_ERR_DTYPE, "output: got dtype %s; wanted %s, as input has",
@@ -64,12 +76,12 @@ static int check_shapes(ext_state *state, const ext_array *in, const ext_array *
         return 0;
     ext_raise_text(state, SPCCL_ERR_ARG, "%s: got %zu elements; wanted %zu times the %zu of %s%s",
                    large->name, large->n_elems, times, small->n_elems, small->name,
-                   rule == SAME ? "" : ", a block for each rank");
+                   what == ALL_REDUCE ? "" : ", a block for each rank");
     return -1;
 }
 
 /* View both arrays and check that they fit together. NULL with an exception set on failure. */
-static ext_flight *acquire(ext_comm *self, const call *c, shape_rule rule)
+static ext_flight *acquire(ext_comm *self, const call *c)
 {
     ext_state *state = ext_comm_state(self);
     ext_flight *flight = ext_flight_new();
@@ -78,7 +90,7 @@ static ext_flight *acquire(ext_comm *self, const call *c, shape_rule rule)
         return NULL;
     if (ext_array_acquire(state, c->in, "input", false, c->dtype, &flight->arrays[0]) < 0 ||
         ext_array_acquire(state, c->out, "output", true, c->dtype, &flight->arrays[1]) < 0 ||
-        check_shapes(state, &flight->arrays[0], &flight->arrays[1], rule,
+        check_shapes(state, &flight->arrays[0], &flight->arrays[1], c->what,
                      (size_t)spccl_comm_world_size(self->comm)) < 0) {
         ext_flight_free(flight);
         return NULL;
@@ -86,33 +98,7 @@ static ext_flight *acquire(ext_comm *self, const call *c, shape_rule rule)
     return flight;
 }
 
-static spccl_status issue_all_gather(spccl_comm *comm, const call *c, const ext_array *in,
-                                     const ext_array *out, spccl_request **req)
-{
-    (void)c;
-    return spccl_all_gather(comm, in->data, out->data, in->n_elems, in->dtype, req);
-}
-
-static spccl_status issue_reduce_scatter(spccl_comm *comm, const call *c, const ext_array *in,
-                                         const ext_array *out, spccl_request **req)
-{
-    return spccl_reduce_scatter(comm, in->data, out->data, out->n_elems, in->dtype, c->op, req);
-}
-
-static spccl_status issue_all_reduce(spccl_comm *comm, const call *c, const ext_array *in,
-                                     const ext_array *out, spccl_request **req)
-{
-    return spccl_all_reduce(comm, in->data, out->data, in->n_elems, in->dtype, c->op, req);
-}
-
-static spccl_status issue_broadcast(spccl_comm *comm, const call *c, const ext_array *in,
-                                    const ext_array *out, spccl_request **req)
-{
-    (void)out;
-    return spccl_broadcast(comm, in->data, in->n_elems, in->dtype, c->root, req);
-}
-
-static PyObject *two_buffers(ext_comm *self, call *c, shape_rule rule, issue_fn issue)
+static PyObject *two_buffers(ext_comm *self, call *c)
 {
     ext_flight *flight;
 
@@ -122,47 +108,47 @@ static PyObject *two_buffers(ext_comm *self, call *c, shape_rule rule, issue_fn 
     }
     if (c->op_name != NULL && ext_redop_of_name(ext_comm_state(self), c->op_name, &c->op) < 0)
         return NULL;
-    flight = acquire(self, c, rule);
-    return flight != NULL ? run(self, c, issue, flight) : NULL;
+    flight = acquire(self, c);
+    return flight != NULL ? run(self, c, flight) : NULL;
 }
 
 PyObject *ext_comm_all_gather(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"input", "output", "dtype", "async_op", NULL};
-    call c = {0};
+    call c = {.what = ALL_GATHER};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$zp:all_gather", names, &c.in, &c.out, &c.dtype,
                                      &c.async_op))
         return NULL;
-    return two_buffers((ext_comm *)self, &c, OUT_IS_WORLD_TIMES_IN, issue_all_gather);
+    return two_buffers((ext_comm *)self, &c);
 }
 
 PyObject *ext_comm_reduce_scatter(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"input", "output", "op", "dtype", "async_op", NULL};
-    call c = {.op_name = "sum"};
+    call c = {.what = REDUCE_SCATTER, .op_name = "sum"};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|s$zp:reduce_scatter", names, &c.in, &c.out, &c.op_name,
                                      &c.dtype, &c.async_op))
         return NULL;
-    return two_buffers((ext_comm *)self, &c, IN_IS_WORLD_TIMES_OUT, issue_reduce_scatter);
+    return two_buffers((ext_comm *)self, &c);
 }
 
 PyObject *ext_comm_all_reduce(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"input", "output", "op", "dtype", "async_op", NULL};
-    call c = {.op_name = "sum", .out = Py_None};
+    call c = {.what = ALL_REDUCE, .op_name = "sum", .out = Py_None};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|Os$zp:all_reduce", names, &c.in, &c.out, &c.op_name,
                                      &c.dtype, &c.async_op))
         return NULL;
     if (c.out == Py_None) /* in place; acquiring it as output checks that it is writable */
         c.out = c.in;
-    return two_buffers((ext_comm *)self, &c, SAME, issue_all_reduce);
+    return two_buffers((ext_comm *)self, &c);
 }
 
 PyObject *ext_comm_broadcast(PyObject *obj, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"buffer", "root", "dtype", "async_op", NULL};
     ext_comm *self = (ext_comm *)obj;
-    call c = {0};
+    call c = {.what = BROADCAST};
     ext_flight *flight;
     bool writable;
 
@@ -181,5 +167,5 @@ PyObject *ext_comm_broadcast(PyObject *obj, PyObject *args, PyObject *kwargs)
         ext_flight_free(flight);
         return NULL;
     }
-    return run(self, &c, issue_broadcast, flight);
+    return run(self, &c, flight);
 }

@@ -6,33 +6,36 @@
 
 /* ---- names ---- */
 
+/* The index of `name` among n names; -1 with an exception if it is not there. */
+static int index_of_name(ext_state *state, const char *what, const char *name, const char *const *names,
+                         int n, const char *wanted)
+{
+    for (int i = 0; i < n; i++)
+        if (strcmp(name, names[i]) == 0)
+            return i;
+    ext_raise_text(state, SPCCL_ERR_ARG, "%s: got \"%s\"; wanted %s", what, name, wanted);
+    return -1;
+}
+
 int ext_format_of_name(ext_state *state, const char *name, spccl_format *out)
 {
-    if (strcmp(name, "auto") == 0) {
-        *out = SPCCL_FORMAT_AUTO;
-        return 0;
-    }
+    const char *names[1 + SPCCL_N_FORMATS] = {"auto"};
+    int i;
     for (int f = 0; f < SPCCL_N_FORMATS; f++)
-        if (strcmp(name, spccl_format_name((spccl_format)f)) == 0) {
-            *out = (spccl_format)f;
-            return 0;
-        }
-    ext_raise_text(state, SPCCL_ERR_ARG, "format: got \"%s\"; wanted auto, empty, tile, pici, coo or dense",
-                   name);
-    return -1;
+        names[1 + f] = spccl_format_name((spccl_format)f);
+    i = index_of_name(state, "format", name, names, 1 + SPCCL_N_FORMATS,
+                      "auto, empty, tile, pici, coo or dense");
+    *out = (spccl_format)(i - 1); /* SPCCL_FORMAT_AUTO is -1 */
+    return i < 0 ? -1 : 0;
 }
 
 int ext_verb_of_name(ext_state *state, const char *name, spccl_verb *out)
 {
     static const char *const names[] = {
         [SPCCL_SET] = "set", [SPCCL_ADD] = "add", [SPCCL_OVERWRITE] = "overwrite"};
-    for (int v = 0; v < (int)(sizeof names / sizeof *names); v++)
-        if (strcmp(name, names[v]) == 0) {
-            *out = (spccl_verb)v;
-            return 0;
-        }
-    ext_raise_text(state, SPCCL_ERR_ARG, "verb: got \"%s\"; wanted set, add or overwrite", name);
-    return -1;
+    int i = index_of_name(state, "verb", name, names, 3, "set, add or overwrite");
+    *out = (spccl_verb)i;
+    return i < 0 ? -1 : 0;
 }
 
 int ext_redop_of_name(ext_state *state, const char *name, spccl_redop *out)
@@ -42,13 +45,9 @@ int ext_redop_of_name(ext_state *state, const char *name, spccl_redop *out)
                                         [SPCCL_MIN] = "min",
                                         [SPCCL_MAX] = "max",
                                         [SPCCL_PROD] = "prod"};
-    for (int op = 0; op < (int)(sizeof names / sizeof *names); op++)
-        if (strcmp(name, names[op]) == 0) {
-            *out = (spccl_redop)op;
-            return 0;
-        }
-    ext_raise_text(state, SPCCL_ERR_ARG, "op: got \"%s\"; wanted sum, avg, min, max or prod", name);
-    return -1;
+    int i = index_of_name(state, "op", name, names, 5, "sum, avg, min, max or prod");
+    *out = (spccl_redop)i;
+    return i < 0 ? -1 : 0;
 }
 
 /* ---- encode ---- */
