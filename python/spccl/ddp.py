@@ -59,8 +59,9 @@ class PrunedGradients(PruningHook):
     `ddp_model.register_comm_hook(hook, spccl.ddp.pruned_gradients_hook)` is the same as `hook.register`.
 
     Args:
-        density: share of each parameter's entries sent per step, (0, 1]. The share holds to within a few
-            percent on average over parameters; it is not exact.
+        density: share of each parameter's entries sent per step, (0, 1]; None: what was measured for so many ranks,
+            1% (`spccl._pruning.recipes`, stats()["recipe"]), with a warning above the measured ranks. The share holds
+            to within a few percent on average over parameters; it is not exact.
         sample: share of a parameter that is looked at to find the threshold, (0, 1]. Small parameters take a
             larger share, so that 16 to 32 sampled entries lie above the threshold.
         error_feedback: keep what is not sent (4 bytes per parameter entry). False drops it.
@@ -158,7 +159,7 @@ class PrunedGradients(PruningHook):
     def _attach(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
         """Take group, parameter names and DDP settings from the model that calls this hook."""
         self._layouts = layouts(model)
-        self._group = model.process_group
+        self._join(model.process_group)
         self._model = weakref.ref(model)
         params = named(model)
         self._names: dict[int, str] = {id(p): n for n, p in params}

@@ -27,7 +27,7 @@ _INSTEAD = 'with fully_shard(..., mesh=mesh["shard"]) and group=mesh.get_group("
 
 def prune(
     model: torch.nn.Module,
-    density: float = 0.01,
+    density: float | None = None,
     *,
     group: "dist.ProcessGroup | None" = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -49,7 +49,8 @@ def prune(
     Args:
         model: sharded by `fully_shard` over a mesh of 2 dimensions, replicas and shards. Parameter groups whose mesh
             has shards alone (experts, say) are left as they are.
-        density: share of each shard's entries sent per step, (0, 1]. 1.0 sends everything, which gives the bits of
+        density: share of each shard's entries sent per step, (0, 1]; None: as in `spccl.ddp.PrunedGradients`, by the
+            number of replicas. 1.0 sends everything, which gives the bits of
             torch's own all-reduce on this backend; with a reduce_dtype of float16 torch rounds more.
         group: for a model that is sharded over a mesh of 1 dimension: the ranks that hold the same shard, this rank
             included. Each pair of them must hold the same shard of every parameter. None: the mesh has the replicas.
@@ -103,7 +104,7 @@ class PrunedShards(PruningHook):
 
     _made_by = _WHO
 
-    def __init__(self, density: float = 0.01, **settings: Any):
+    def __init__(self, density: float | None = None, **settings: Any):
         super().__init__(density, **settings)
         self._shard: tuple[int, int] | None = None  # number of this rank's shard, of how many; None before prune()
         self._units: list[Unit] = []
@@ -118,7 +119,7 @@ class PrunedShards(PruningHook):
                 f"{_WHO}: clip_norm={self.clip_norm!r} with parameter {split!r}, which tensor parallelism has split "
                 "too: the norm over the shards of FSDP2 is not that of the whole gradient; leave clip_norm out"
             )
-        self._group = units[0].replicas
+        self._join(units[0].replicas)
         self._shard = (units[0].shards.rank(), units[0].shards.size())
         self._norm_group = units[0].shards if self._shard[1] > 1 else None
         self._layouts = {part.name: hook_state.contiguous(part.shape) for unit in units for part in unit.parts}

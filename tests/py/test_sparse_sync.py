@@ -56,7 +56,6 @@ def refuses(kind, *words):
         ({"seed": -1}, ("seed=-1",)),
         ({"look_ahead": 0.0}, ("look_ahead=0.0", "in (0, 1]")),
         ({"density": True}, ("density=True", "in (0, 1]")),
-        ({"density": None}, ("density=None", "in (0, 1]")),
         ({"sample": "x"}, ("sample='x'", "in (0, 1]")),
         ({"sample": math.nan}, ("sample=nan",)),
         ({"leak": "x"}, ("leak='x'", "in (0, 1]")),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from spccl import backend, prune
 
-from . import checks, hook_state
+from . import checks, hook_state, recipes
 from .checks import ABOVE_0, COUNT, FRACTION, SHARE, is_whole
 from .density import falling
 from .hook_stats import Statistics
@@ -49,7 +49,7 @@ class PruningHook(HasStats):
 
     def __init__(
         self,
-        density: float = 0.01,
+        density: float | None = None,
         sample: float = 0.001,
         error_feedback: bool = True,
         leak: float = 1.0,
@@ -70,6 +70,9 @@ class PruningHook(HasStats):
         self._by = self._made_by or self._who
         if unknown:
             checks.refuse_unknown(self._by, unknown, list(inspect.signature(PruningHook).parameters)[:-1])
+        self.recipe = "as given" if density is not None else "chosen when the number of ranks is known"
+        self._by_recipe = density is None
+        density = recipes.PLAIN["density"] if density is None else density
         checks.check_density(self._by, density)
         checks.check(self._by, locals(), _RULES)
         keeps = momentum == 0 or error_feedback
@@ -102,6 +105,13 @@ class PruningHook(HasStats):
         self._averages: dict[torch.device, bool] = {}
         self._limit: contextlib.AbstractContextManager[None] | None = None
         self._statistics = Statistics()
+
+    def _join(self, group: dist.ProcessGroup) -> None:
+        """The group of the average is known. density=None then has its recipe."""
+        self._group = group
+        if self._by_recipe:
+            given, self.recipe = recipes.choose({"density": None}, group.size(), recipes.SGD, self._by)
+            self.density = given["density"]
 
     def _begin_step(self) -> None:
         self._statistics.begin_step(self.density_at(self.step), self._group)
@@ -232,7 +242,8 @@ class PruningHook(HasStats):
     def stats(self) -> dict[str, Any]:
         params = list(self._params.values())
         density = self.density_at(self.step)
-        return self._statistics.report(self.step, density, self._group, self._devices, params, self._last_sent())
+        counts = self._statistics.report(self.step, density, self._group, self._devices, params, self._last_sent())
+        return counts | {"recipe": self.recipe}
 
     def _last_sent(self) -> dict[str, int]:
         """Entries sent in the last complete step, by parameter name. Waits for the device."""

@@ -40,6 +40,11 @@ class Ranks:
                 "make the optimizer only on ranks of the group"
             )
 
+    @property
+    def n_pruning(self) -> int:
+        """Number of ranks that prune and exchange with each other."""
+        return self.world_size
+
     def members(self) -> set[int]:
         """The numbers in the world of the ranks of the group."""
         return set(dist.get_process_group_ranks(self.group)) if self.group is not None else set()

@@ -35,6 +35,8 @@ class HasStats:
 
             steps              completed steps; a hook's step is a backward pass that exchanges
             exchanges          completed exchanges
+            recipe             a sentence: the settings that density=None has chosen, and where they were measured; "as
+                               given" for a density that was given
             density_target     wanted density of the last exchange; before the first one, that of the first
             density_sent       entries sent / entries of all parameters, last exchange; those sent whole included
             density_pruned     the same over pruned parameters only; None if nothing was pruned

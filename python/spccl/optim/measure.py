@@ -110,6 +110,7 @@ class Tally:
         devices = [b.device for b in s.buckets]
         return report(
             {s.ranks.backend(d) for d in devices},
+            recipe=s.recipe,
             steps=s.steps,
             exchanges=s.exchanges,
             density_target=density,

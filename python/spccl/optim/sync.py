@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from spccl import prune
+from spccl._pruning import recipes
 from spccl._pruning.checks import refuse_unknown
 from spccl._pruning.density import Density, density_at
 from spccl._pruning.ranks import Ranks
@@ -52,11 +53,14 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             trained: float32, float64, float16 or bfloat16, of any shape, in host or CUDA memory; of DTensors this
             rank's part. Learning-rate schedulers take this object or `optimizer`. GradScaler takes this object;
             float16 parameters then need an optimizer with fused=True.
-        density: share of each parameter's entries sent per exchange, (0, 1], or a function of the exchange's number
-            (0 the first) alone, such as `Geometric`. All ranks must give the same; of functions the values at 25
-            exchanges up to 500000 are compared, so a function is called for exchanges that may never come.
+        density: None: the recipe that was measured for so many ranks (`spccl._pruning.recipes`, stats()["recipe"]). It
+            chooses bits, warmup_steps, look_ahead, correct_second_moment and wire_dtype too where they are not given,
+            and warns where nothing was measured. Else the share of each parameter's entries sent per exchange, (0, 1],
+            or a function of the exchange's number (0 the first) alone, such as `Geometric`. All ranks must give the
+            same; of functions the values at 25 exchanges up to 500000 are compared, so a function is called for
+            exchanges that may never come.
         every: optimizer steps between exchanges.
-        warmup_steps: optimizer steps over which the density falls geometrically from 1 to `density`.
+        warmup_steps: optimizer steps over which the density falls geometrically from 1 to `density`; None: 0.
         group: process group; None is the world. Without torch.distributed there is one rank. With FSDP2 the ranks that
             hold the same shard (docs/TRAINING.md).
         sample: share of a parameter's entries that is sampled to find its threshold, (0, 1]. At least 32 / density
@@ -83,7 +87,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             A parameter that is longer has a bucket of its own.
         seed: of the random choice of sampled places.
         wire_dtype: torch.bfloat16 sends values of float32 weights in 2 bytes in place of 4. What rounding changed
-            stays unsent. None: values are sent as they are.
+            stays unsent. None, and "auto" with a density: values are sent as they are.
         chunk: 0: what is sent of a parameter lies above one threshold, from a sample. A power of 2 from 256 to 4096:
             exactly the largest density * chunk of each `chunk` neighbouring entries are sent (SparseLoCo: 4096).
         bits: 2, with `chunk`: values travel as a sign and one of two levels per chunk, in an all-gather, on any
@@ -115,10 +119,10 @@ class SparseSync(HasStats, torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        density: Density = 0.01,
+        density: Density | None = None,
         *,
         every: int = 1,
-        warmup_steps: int = 0,
+        warmup_steps: int | None = None,
         group: "dist.ProcessGroup | None" = None,
         sample: float = 0.001,
         min_numel: int = 4096,
@@ -132,7 +136,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         norm_every: int = 100,
         bucket_mb: float = 256,
         seed: int = 0,
-        wire_dtype: torch.dtype | None = None,
+        wire_dtype: torch.dtype | str | None = "auto",
         chunk: int = 0,
         bits: int | None = None,
         look_ahead: float | None = None,
@@ -147,13 +151,19 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         if overlap is not None:
             overlaps.check_module(overlap)
         self.inner = optimizer
-        self.settings = Settings(
-            density, every, warmup_steps, sample, min_numel, leak, outer_lr, outer_momentum, correct_second_moment,
-            clip_norm, check_finite, check_every, norm_every, bucket_mb, seed, wire_dtype, chunk, bits,
-            1.0 if look_ahead is None else look_ahead, overlap is not None,
-        )  # fmt: skip
-        super().__setstate__({})  # hooks of torch.optim.Optimizer; its __init__ would make parameter groups of its own
         self.ranks = Ranks(group)
+        given = {
+            "density": density, "every": every, "warmup_steps": warmup_steps, "sample": sample, "min_numel": min_numel,
+            "leak": leak, "outer_lr": outer_lr, "outer_momentum": outer_momentum,
+            "correct_second_moment": correct_second_moment, "clip_norm": clip_norm, "check_finite": check_finite,
+            "check_every": check_every, "norm_every": norm_every, "bucket_mb": bucket_mb, "seed": seed,
+            "wire_dtype": wire_dtype, "chunk": chunk, "bits": bits, "look_ahead": look_ahead,
+            "overlap": overlap is not None,
+        }  # fmt: skip
+        rows = recipes.ADAM if moments.is_correctable(optimizer) else ()
+        given, self.recipe = recipes.choose(given, self.ranks.n_pruning, rows)
+        self.settings = Settings(**given)
+        super().__setstate__({})  # hooks of torch.optim.Optimizer; its __init__ would make parameter groups of its own
         self.steps = 0  # calls of step()
         self.exchanges = 0  # exchanges that have ended
         self._moment = moments.decide(optimizer, self.settings, self.ranks.world_size)
@@ -242,9 +252,8 @@ class SparseSync(HasStats, torch.optim.Optimizer):
     def __repr__(self) -> str:
         """The settings that differ from their default, and what was chosen."""
         s, given = self.settings, {"density": self.settings.density, "every": self.settings.every}
-        defaults = inspect.signature(SparseSync).parameters
-        given |= {n: v for n, v in vars(s).items() if n not in ("overlap", "look_ahead") and v != defaults[n].default}
-        given |= {"look_ahead": s.look_ahead} if s.look_ahead != 1 else {}
+        defaults = {n: p.default for n, p in inspect.signature(SparseSync).parameters.items()} | recipes.PLAIN
+        given |= {n: v for n, v in vars(s).items() if n != "overlap" and v != defaults[n]}
         given |= {"overlap": True} if s.overlap else {}
         given |= {"second_moment": self._moment, "ranks": self.ranks.world_size, "backend": self.ranks.backend_names()}
         return f"SparseSync({', '.join(f'{name}={value!r}' for name, value in given.items())}) of {self.inner!r}"
