@@ -1,5 +1,5 @@
-/* spccl_experimental.h - what is not settled yet: weights, wide sums, pruned all-reduces in two stages. The promise: what
- * is here, in spccl_channel.h and in spccl_device.cuh works and is tested as everything else is, but any version, also 0.N.x,
+/* spccl_experimental.h - what is not settled yet: weights, wide sums, signs, pruned all-reduces in two stages. The
+ * promise: what is here, in spccl_channel.h and in spccl_device.cuh works and is tested as everything else is, but any version, also 0.N.x,
  * may change or remove it; CHANGELOG.md then says so. A program that uses it is compiled again for each version.
  *
  * spccl.h includes this header until 0.3; include it by its name. */
@@ -64,6 +64,41 @@ SPCCL_API spccl_status spccl_reduce_scatter_wide(spccl_comm *comm, const void *i
 SPCCL_API spccl_status spccl_cuda_reduce_scatter_wide(spccl_comm *comm, const void *in, void *out,
                                                       size_t n_elems, spccl_dtype dtype, spccl_redop op,
                                                       void *stream);
+
+/* ---- one bit per element -------------------------------------------------------------------------- */
+/* Nothing is pruned: each chunk of 4096 elements sends the sign of each element and one magnitude, in a row of 516 bytes
+ * (docs/FORMAT.md, section 10). Both ends keep what that changed: a sender in its weights, the owner of a chunk, who adds
+ * up what the ranks have sent, in `kept`. An element that is not finite counts as 0. Host and GPU give the same bits.
+ * All memory is the caller's; rows are aligned to 4 bytes. `stream`: a cudaStream_t for GPU memory, else NULL. */
+#define SPCCL_SIGNS_CHUNK 4096u
+#define SPCCL_SIGNS_ROW_BYTES 516u
+/* Send: write a row for each chunk of each segment of a plan of float32, and leave what it changed in the own weights:
+ *     d = w - z;   out = m or -m with the sign of d, where m is the mean of |d| in the chunk;   w = z + leak (d - out)
+ * Segments begin at multiples of 4096 and none is whole. The row of element i of the buffers is the (i / 4096)-th of
+ * `rows`. leak: above 0, at most 1. Errors: ARG, DTYPE, DEVICE. */
+SPCCL_API spccl_status spccl_weights_send_signs(spccl_weights_plan *plan, void *rows, double leak,
+                                                void *stream);
+/* `lengths`: a chunk has at most 4096 elements; the row of one without elements is zeros. */
+typedef struct spccl_signs_sum_options {
+    size_t struct_bytes;     /* sizeof(spccl_signs_sum_options) */
+    const void *parts;       /* [n_parts][n_chunks] rows, in the order of the ranks that sent them */
+    float *kept;             /* [n_chunks * 4096]; on a GPU aligned to 16 bytes */
+    void *rows;              /* [n_chunks], not in parts: out */
+    const uint32_t *lengths; /* [n_chunks] elements of each chunk; NULL: 4096 each */
+    size_t n_chunks;
+    uint32_t n_parts; /* 0: `parts` is not read */
+    int32_t device;   /* of all memory: a CUDA ordinal; -1: host */
+} spccl_signs_sum_options;
+#define SPCCL_SIGNS_SUM_OPTIONS_INIT                                                                         \
+    {                                                                                                        \
+        sizeof(spccl_signs_sum_options), 0, 0, 0, 0, 0, 0, -1                                                \
+    }
+/* The owner: v = kept + the mean of the parts; write the rows of v; kept = v - what they say. Errors: ARG, UNSUPPORTED,
+ * DEVICE. */
+SPCCL_API spccl_status spccl_signs_sum(const spccl_signs_sum_options *options, void *stream);
+/* out [n_chunks * 4096] = what the rows say. `out` is aligned as `kept` above. Errors: ARG, UNSUPPORTED, DEVICE. */
+SPCCL_API spccl_status spccl_signs_decode(const void *rows, size_t n_chunks, float *out, int device,
+                                          void *stream);
 
 /* ---- pruned all-reduces in two stages ------------------------------------------------------------- */
 /* spccl_cuda_prune_all_reduce in two calls with the same arguments. Stage 1 does on its `stream` what need not wait for

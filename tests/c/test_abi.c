@@ -24,6 +24,7 @@ ENDS_WITH(spccl_cuda_stats, n_remote);
 ENDS_WITH(spccl_info_entry, why);
 ENDS_WITH(spccl_prune_options, sent_dtype);
 ENDS_WITH(spccl_weights_options, levels);
+ENDS_WITH(spccl_signs_sum_options, device);
 ENDS_WITH(spccl_channels_config, window);
 
 /* The sizes of version 0.2: what a program compiled with it passes. They never change; a field that is added
@@ -39,6 +40,7 @@ _Static_assert(sizeof(spccl_cuda_stats) == 192, "0.2");
 _Static_assert(sizeof(spccl_info_entry) == 40, "0.2");
 _Static_assert(sizeof(spccl_prune_options) == 136, "0.2");
 _Static_assert(sizeof(spccl_weights_options) == 56, "0.2");
+_Static_assert(sizeof(spccl_signs_sum_options) == 56, "0.2");
 _Static_assert(sizeof(spccl_channels_config) == 40, "0.2");
 /* What kernels of users read: another size or place needs another SPCCL_CHANNEL_LAYOUT. */
 _Static_assert(SPCCL_CHANNEL_LAYOUT == 1 && sizeof(spccl_channel_state) == 64 &&
@@ -285,6 +287,14 @@ static void test_weights_options(void)
     spccl_weights_plan_destroy(plan);
 }
 
+static void test_signs_sum_options(void)
+{
+    NEWER(spccl_signs_sum_options) newer = {SPCCL_SIGNS_SUM_OPTIONS_INIT, CANARY};
+    newer.known.struct_bytes = sizeof newer;
+    CHECK_FAILS(spccl_signs_sum((void *)&newer, NULL), SPCCL_ERR_ARG,
+                "spccl_signs_sum_options: got 64 bytes with byte 56 not zero");
+}
+
 static void test_gpu_encode(void)
 {
     struct {
@@ -316,6 +326,7 @@ int main(int argc, char **argv)
         {"info", test_info},
         {"prune_options", test_prune_options},
         {"weights_options", test_weights_options},
+        {"signs_sum_options", test_signs_sum_options},
         {"gpu", test_gpu},
         {"gpu_encode", test_gpu_encode},
         {NULL, NULL},

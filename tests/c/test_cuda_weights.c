@@ -1,5 +1,5 @@
-/* test_cuda_weights.c - spccl_weights_send and spccl_weights_receive on a GPU: the bits of the host, with
- * given and with sampled thresholds; misaligned buffers, many segments; bad input. */
+/* test_cuda_weights.c - spccl_weights_send and spccl_weights_receive on a GPU: the bits of the host, with given and with
+ * sampled thresholds; misaligned buffers, many segments; one bit per element; bad input. */
 #include "cuda_test.h"
 
 #include <math.h>
@@ -148,8 +148,88 @@ static void test_same_bits(void)
     }
 }
 
+/* ---- one bit per element ---- */
+
+/* Segments of any length, each at the chunk after the one before. Returns how many chunks they have. */
+static size_t cut_chunks(size_t most, size_t *n_segments, spccl_weights_segment *host,
+                         spccl_weights_segment *gpu)
+{
+    static const size_t sizes[] = {1, 5, 1023, 4095, 4096, 4097, 3 * 4096, 9000};
+    size_t n_chunks = 0;
+    for (*n_segments = 0; *n_segments < 8; ++*n_segments) {
+        size_t n = sizes[next_rand(&rng) % 8], begin = n_chunks * SPCCL_SIGNS_CHUNK, i = *n_segments;
+        if (n_chunks + (n + 4095) / 4096 > most)
+            break;
+        host[i] = (spccl_weights_segment){.begin = begin,
+                                          .n_elems = n,
+                                          .own = g.own.host + begin * 4,
+                                          .shared = g.common.host + begin * 4,
+                                          .state = (spccl_prune_state *)(void *)g.states.host + i};
+        gpu[i] = host[i];
+        gpu[i].own = g.own.gpu + begin * 4;
+        gpu[i].shared = g.common.gpu + begin * 4;
+        gpu[i].state = (spccl_prune_state *)(void *)g.states.gpu + i;
+        n_chunks += (n + 4095) / 4096;
+    }
+    return n_chunks;
+}
+
+/* The rows of several ranks are those of several steps of one. Kept parts lie in `common`, lengths and results in the
+ * second half of the buffer. */
+static void check_owner(size_t n_chunks, uint32_t n_parts)
+{
+    size_t rows = n_chunks * SPCCL_SIGNS_ROW_BYTES, half = CAP_BYTES / 2, at_lengths = CAP_BYTES - 4096;
+    for (size_t c = 0; c < n_chunks; c++)
+        ((uint32_t *)(void *)(g.buffer.host + at_lengths))[c] =
+            next_rand(&rng) % 4 == 0 ? (uint32_t)(next_rand(&rng) % 4097) : 4096;
+    upload(&g.buffer);
+    for (int on_gpu = 0; on_gpu < 2; on_gpu++) {
+        uint8_t *buffer = on_gpu != 0 ? g.buffer.gpu : g.buffer.host;
+        float *kept = (float *)(void *)(on_gpu != 0 ? g.common.gpu : g.common.host);
+        spccl_signs_sum_options o = SPCCL_SIGNS_SUM_OPTIONS_INIT;
+        o.parts = buffer, o.kept = kept, o.rows = buffer + half;
+        o.lengths = (uint32_t *)(void *)(buffer + at_lengths);
+        o.n_chunks = n_chunks, o.n_parts = n_parts, o.device = on_gpu - 1;
+        CHECK_OK(spccl_signs_sum(&o, on_gpu != 0 ? g.on : NULL));
+        CHECK_OK(spccl_signs_decode(buffer + half, n_chunks, (float *)(void *)buffer, on_gpu - 1,
+                                    on_gpu != 0 ? g.on : NULL));
+    }
+    compare(&g.buffer, "results of the owner, and what they say", n_chunks, SPCCL_FLOAT32);
+    compare(&g.common, "what the owner keeps", n_chunks, SPCCL_FLOAT32);
+    CHECK(n_parts * rows <= half, "the parts fit");
+}
+
+static void test_signs(void)
+{
+    int rounds = is_small ? 4 : is_slow ? 12 : 100 * n_rounds;
+    for (int round = 0; round < rounds; round++) {
+        spccl_weights_segment on_host[8], on_gpu[8];
+        spccl_weights_plan *host = NULL, *gpu = NULL;
+        uint32_t n_parts = (uint32_t)(next_rand(&rng) % 6);
+        size_t n_segments, n_chunks;
+        double leak = round % 3 != 0 ? 1 : 0.9;
+        fill(SPCCL_FLOAT32, round % 4 == 3);
+        n_chunks = cut_chunks(20, &n_segments, on_host, on_gpu);
+        CHECK_OK(spccl_weights_plan_create(on_host, n_segments, CAP_BYTES / 4, SPCCL_FLOAT32, -1, &host));
+        CHECK_OK(spccl_weights_plan_create(on_gpu, n_segments, CAP_BYTES / 4, SPCCL_FLOAT32, 0, &gpu));
+        for (uint32_t r = 0; r < (n_parts > 0 ? n_parts : 1); r++) {
+            size_t at = r * n_chunks * SPCCL_SIGNS_ROW_BYTES;
+            CHECK_OK(spccl_weights_send_signs(host, g.buffer.host + at, leak, NULL));
+            CHECK_OK(spccl_weights_send_signs(gpu, g.buffer.gpu + at, leak, g.on));
+        }
+        compare(&g.buffer, "rows", n_chunks, SPCCL_FLOAT32);
+        compare(&g.own, "own weights", n_chunks, SPCCL_FLOAT32);
+        compare(&g.states, "states", n_chunks, SPCCL_FLOAT32);
+        check_owner(n_chunks, n_parts);
+        spccl_weights_plan_destroy(host);
+        spccl_weights_plan_destroy(gpu);
+    }
+}
+
 static void test_bad_input(void)
 {
+    float *kept = (float *)(void *)(g.own.gpu + 4);
+    spccl_signs_sum_options o = SPCCL_SIGNS_SUM_OPTIONS_INIT;
     spccl_weights_segment s = {.n_elems = 10,
                                .own = g.own.gpu,
                                .shared = g.common.gpu,
@@ -159,14 +239,19 @@ static void test_bad_input(void)
     CHECK_OK(spccl_weights_plan_create(&s, 1, 10, SPCCL_FLOAT32, 0, &plan));
     CHECK_FAILS(spccl_weights_send(plan, host, NULL, g.on), SPCCL_ERR_ARG, "host memory");
     CHECK_FAILS(spccl_weights_receive(plan, host, g.on), SPCCL_ERR_ARG, "the plan is for GPU 0");
+    CHECK_FAILS(spccl_weights_send_signs(plan, host, 1, g.on), SPCCL_ERR_ARG, "the plan is for GPU 0");
     spccl_weights_plan_destroy(plan);
+    o.kept = kept, o.rows = g.buffer.gpu, o.n_chunks = 1, o.device = 0;
+    CHECK_FAILS(spccl_signs_sum(&o, g.on), SPCCL_ERR_ARG, "aligned to 16 bytes");
+    o.kept = host;
+    CHECK_FAILS(spccl_signs_sum(&o, g.on), SPCCL_ERR_ARG, "the call is for GPU 0");
     free(host);
 }
 
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
-        {"same_bits", test_same_bits}, {"bad_input", test_bad_input}, {NULL, NULL}};
+        {"same_bits", test_same_bits}, {"signs", test_signs}, {"bad_input", test_bad_input}, {NULL, NULL}};
     cuda_test_start(&argc, argv);
     make_arrays();
     rng = (uint64_t)now_ms();

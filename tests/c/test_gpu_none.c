@@ -2,6 +2,7 @@
  * still work. */
 #include "no_cuda_why.h"
 #include "ranks.h"
+#include "spccl_experimental.h"
 
 static void no_gpu(struct rank_ctx *c)
 {
@@ -58,6 +59,20 @@ static void test_codec(void)
           spccl_last_error());
 }
 
+static void test_signs(void)
+{
+    _Alignas(16) static float out[4096];
+    static uint32_t row[129];
+    spccl_signs_sum_options o = SPCCL_SIGNS_SUM_OPTIONS_INIT;
+    spccl_status st = spccl_signs_decode(row, 1, out, 0, NULL);
+    CHECK(st == SPCCL_ERR_UNSUPPORTED || st == SPCCL_ERR_DEVICE, "decode: %s %s", spccl_status_name(st),
+          spccl_last_error());
+    o.kept = out, o.rows = row, o.n_chunks = 1, o.device = 0;
+    st = spccl_signs_sum(&o, NULL);
+    CHECK(st == SPCCL_ERR_UNSUPPORTED || st == SPCCL_ERR_DEVICE, "sum: %s %s", spccl_status_name(st),
+          spccl_last_error());
+}
+
 /* On the host pruning works; a plan for a GPU fails with the reason. */
 static void test_prune(void)
 {
@@ -90,9 +105,9 @@ static void test_info(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"single", test_single}, {"group", test_group},
-                                             {"codec", test_codec},   {"prune", test_prune},
-                                             {"info", test_info},     {NULL, NULL}};
+    static const struct test_case cases[] = {
+        {"single", test_single}, {"group", test_group}, {"codec", test_codec}, {"signs", test_signs},
+        {"prune", test_prune},   {"info", test_info},   {NULL, NULL}};
     setenv("CUDA_VISIBLE_DEVICES", "", 1); /* hides the GPUs of a machine that has some */
     return test_main(cases, argc, argv);
 }

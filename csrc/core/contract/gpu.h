@@ -185,6 +185,17 @@ typedef struct sp_gpu_weights_args {
     spccl_weights_options options; /* of sending */
 } sp_gpu_weights_args;
 
+/* One bit per element: of summing and of decoding (spccl_signs_sum_options, spccl_signs_decode). */
+typedef struct sp_gpu_signs_args {
+    const uint8_t *parts; /* decoding: the rows */
+    float *values;        /* kept; decoding: out */
+    uint8_t *rows;
+    const uint32_t *lengths;
+    uint64_t n_chunks;
+    uint32_t n_parts;
+    float share; /* multiplies the magnitude of each part */
+} sp_gpu_signs_args;
+
 struct sp_pruned_sum_args; /* pruned_lists.h */
 
 /* A handle by which a peer can map GPU memory. With it travels a file descriptor, or -1. */
@@ -263,6 +274,10 @@ typedef struct sp_gpu_ops {
     spccl_status (*pruned_sum)(const struct sp_pruned_sum_args *a, void *stream);
     spccl_status (*weights_send)(const sp_gpu_weights_args *a, void *stream);
     spccl_status (*weights_receive)(const sp_gpu_weights_args *a, void *stream);
+    /* Send one bit per element: `buffer` are the rows; of the options only leak is used. */
+    spccl_status (*signs_send)(const sp_gpu_weights_args *a, void *stream);
+    spccl_status (*signs_sum)(const sp_gpu_signs_args *a, void *stream);
+    spccl_status (*signs_decode)(const sp_gpu_signs_args *a, void *stream);
     /* Allocate memory of a GPU and copy `host` to it; waits for the copy. Free it with unload. */
     spccl_status (*upload)(int ordinal, const void *host, size_t bytes, void **out);
     void (*unload)(int ordinal, void *device);

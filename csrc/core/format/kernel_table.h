@@ -102,6 +102,17 @@ typedef struct sp_prune_args {
     uint64_t n_nonfinite; /* out: elements whose g or v is not finite */
 } sp_prune_args;
 
+/* The owner's part of one chunk of one bit per element (signs_rule.h): kept + what the parts say becomes a row. */
+typedef struct sp_signs_sum_args {
+    float *kept;          /* [4096] */
+    uint32_t n;           /* elements of the chunk, 1 to 4096 */
+    uint32_t n_parts;     /* rows to add */
+    const uint8_t *parts; /* the first one; the next ones lie part_bytes apart */
+    size_t part_bytes;
+    float share;  /* multiplies the magnitude of each part */
+    uint8_t *row; /* out */
+} sp_signs_sum_args;
+
 /* Add the counts of the next run, unless more than a->most would then be sent. */
 static inline bool sp_prune_goes_on(sp_prune_args *a, uint64_t n_sent, uint64_t n_nonfinite)
 {
@@ -125,6 +136,10 @@ typedef struct sp_kernels {
     void (*copy)(void *dst, const void *src, size_t bytes, bool non_temporal);
     void (*zero)(void *dst, size_t bytes, bool non_temporal);
     void (*prune)(sp_prune_args *a);
+    /* Send a chunk of n elements, 1 to 4096. Returns how many differences were not finite. */
+    uint64_t (*signs_send)(float *own, const float *shared, uint32_t n, float leak, uint8_t *row);
+    void (*signs_sum)(const sp_signs_sum_args *a);
+    void (*signs_decode)(const uint8_t *row, float *out); /* out [4096] */
 } sp_kernels;
 
 /* ---- choosing a set (csrc/kernels/cpu/dispatch.c) ---- */

@@ -30,7 +30,8 @@
                                          [SPCCL_OVERWRITE] = sp_coo_overwrite_scalar},                       \
                    [SPCCL_FORMAT_DENSE] = VERBS(dense, ISA)},                                                \
         .combine = sp_combine_##ISA, .finish = sp_finish_##ISA, .copy = sp_copy_##ISA,                       \
-        .zero = sp_zero_##ISA, .prune = sp_prune_##ISA,                                                      \
+        .zero = sp_zero_##ISA, .prune = sp_prune_##ISA, .signs_send = sp_signs_send_##ISA,                   \
+        .signs_sum = sp_signs_sum_##ISA, .signs_decode = sp_signs_decode_##ISA,                              \
     }
 
 static const sp_kernels scalar_kernels = KERNELS(scalar);

@@ -19,6 +19,9 @@
     void sp_combine_##ISA(const sp_combine_args *a);                                                         \
     void sp_finish_##ISA(const sp_finish_args *a);                                                           \
     void sp_prune_##ISA(sp_prune_args *a);                                                                   \
+    uint64_t sp_signs_send_##ISA(float *own, const float *shared, uint32_t n, float leak, uint8_t *row);     \
+    void sp_signs_sum_##ISA(const sp_signs_sum_args *a);                                                     \
+    void sp_signs_decode_##ISA(const uint8_t *row, float *out);                                              \
     void sp_copy_##ISA(void *dst, const void *src, size_t bytes, bool non_temporal);                         \
     void sp_zero_##ISA(void *dst, size_t bytes, bool non_temporal);
 

@@ -372,6 +372,9 @@ static const sp_gpu_ops ops = {
     .pruned_sum = sp_pruned_sum_cuda,
     .weights_send = sp_weights_send_cuda,
     .weights_receive = sp_weights_receive_cuda,
+    .signs_send = sp_signs_send_cuda,
+    .signs_sum = sp_signs_sum_cuda,
+    .signs_decode = sp_signs_decode_cuda,
     .upload = sp_cuda_upload,
     .unload = unload,
 };

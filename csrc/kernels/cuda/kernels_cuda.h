@@ -22,6 +22,11 @@ spccl_status sp_decode_cuda(const sp_gpu_decode_args *a, void *stream);
 spccl_status sp_prune_cuda(const sp_gpu_prune_args *a, void *stream);
 spccl_status sp_pruned_sum_cuda(const struct sp_pruned_sum_args *x, void *stream);
 
+/* signs_cuda.cu */
+spccl_status sp_signs_send_cuda(const sp_gpu_weights_args *a, void *stream);
+spccl_status sp_signs_sum_cuda(const sp_gpu_signs_args *a, void *stream);
+spccl_status sp_signs_decode_cuda(const sp_gpu_signs_args *a, void *stream);
+
 /* weights_cuda.cu */
 spccl_status sp_weights_send_cuda(const sp_gpu_weights_args *a, void *stream);
 spccl_status sp_weights_receive_cuda(const sp_gpu_weights_args *a, void *stream);
