@@ -72,6 +72,13 @@ static PyMethodDef methods[] = {
     {"weights_send", ext_weights_send, METH_VARARGS,
      "weights_send(plan, out, density, sample, leak, scale, seed, chunk, levels, stream) -> None"},
     {"weights_receive", ext_weights_receive, METH_VARARGS, "weights_receive(plan, change, stream) -> None"},
+    {"weights_send_signs", ext_weights_send_signs, METH_VARARGS,
+     "weights_send_signs(plan, rows, leak, stream) -> None"},
+    {"signs_sum", ext_signs_sum, METH_VARARGS,
+     "signs_sum(parts, n_parts, kept, rows, lengths, n_chunks, device, stream) -> None: addresses, device -1 "
+     "= host"},
+    {"signs_decode", ext_signs_decode, METH_VARARGS,
+     "signs_decode(rows, n_chunks, out, device, stream) -> None"},
     {"get_unique_id", get_unique_id, METH_NOARGS, "get_unique_id() -> bytes: 128 bytes, good for one group"},
     {"get_host", get_host, METH_NOARGS, "get_host() -> bytes: the same on all ranks of one host"},
     {"info", info, METH_NOARGS, "info() -> list of (kind, name, value, why)"},

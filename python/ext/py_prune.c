@@ -1,4 +1,4 @@
-/* py_prune.c - plans, pruning, sending and receiving weights. Memory, plans and options are given by address: the
+/* py_prune.c - plans, pruning, sending and receiving weights, one bit per element. Memory, plans and options are given by address: the
  * caller, spccl.prune or spccl.optim, keeps them alive. */
 #include "module.h"
 
@@ -104,6 +104,62 @@ PyObject *ext_weights_receive(PyObject *module, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     st = spccl_weights_receive((spccl_weights_plan *)(uintptr_t)plan, (const void *)(uintptr_t)change,
                                (void *)(uintptr_t)stream);
+    Py_END_ALLOW_THREADS
+    return ext_none_or_raise(PyModule_GetState(module), st);
+}
+
+PyObject *ext_weights_send_signs(PyObject *module, PyObject *args)
+{
+    unsigned long long plan, rows, stream;
+    double leak;
+    spccl_status st;
+
+    if (!PyArg_ParseTuple(args, "KKdK:weights_send_signs", &plan, &rows, &leak, &stream))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    st = spccl_weights_send_signs((spccl_weights_plan *)(uintptr_t)plan, (void *)(uintptr_t)rows, leak,
+                                  (void *)(uintptr_t)stream);
+    Py_END_ALLOW_THREADS
+    return ext_none_or_raise(PyModule_GetState(module), st);
+}
+
+PyObject *ext_signs_sum(PyObject *module, PyObject *args)
+{
+    spccl_signs_sum_options o = SPCCL_SIGNS_SUM_OPTIONS_INIT;
+    unsigned long long parts, kept, rows, lengths, stream;
+    Py_ssize_t n_chunks;
+    unsigned int n_parts;
+    int device;
+    spccl_status st;
+
+    if (!PyArg_ParseTuple(args, "KIKKKniK:signs_sum", &parts, &n_parts, &kept, &rows, &lengths, &n_chunks,
+                          &device, &stream))
+        return NULL;
+    o.parts = (const void *)(uintptr_t)parts;
+    o.kept = (float *)(uintptr_t)kept;
+    o.rows = (void *)(uintptr_t)rows;
+    o.lengths = (const uint32_t *)(uintptr_t)lengths;
+    o.n_chunks = (size_t)n_chunks;
+    o.n_parts = n_parts;
+    o.device = device;
+    Py_BEGIN_ALLOW_THREADS
+    st = spccl_signs_sum(&o, (void *)(uintptr_t)stream);
+    Py_END_ALLOW_THREADS
+    return ext_none_or_raise(PyModule_GetState(module), st);
+}
+
+PyObject *ext_signs_decode(PyObject *module, PyObject *args)
+{
+    unsigned long long rows, out, stream;
+    Py_ssize_t n_chunks;
+    int device;
+    spccl_status st;
+
+    if (!PyArg_ParseTuple(args, "KnKiK:signs_decode", &rows, &n_chunks, &out, &device, &stream))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    st = spccl_signs_decode((const void *)(uintptr_t)rows, (size_t)n_chunks, (float *)(uintptr_t)out, device,
+                            (void *)(uintptr_t)stream);
     Py_END_ALLOW_THREADS
     return ext_none_or_raise(PyModule_GetState(module), st);
 }
