@@ -177,7 +177,7 @@ def test_overlap_finds_a_parameter_that_was_used_elsewhere():
 @pytest.mark.parametrize(
     "settings, error, words",
     [
-        ({"bits": 3}, ValueError, "bits=3, wanted 2, or None"),
+        ({"bits": 3}, ValueError, "bits=3, wanted 1, 2, or None"),
         ({"bits": 2}, ValueError, "None without chunk: set chunk=4096"),
         ({"bits": 2, "chunk": 256, "wire_dtype": torch.bfloat16}, ValueError, "None with wire_dtype"),
         ({"overlap": 1}, TypeError, "overlap is a int, wanted the model"),

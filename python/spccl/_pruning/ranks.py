@@ -66,9 +66,21 @@ class Ranks:
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         return dist.all_reduce(buffer, op=op, group=self.group, async_op=True)
 
-    def all_gather(self, mine: torch.Tensor) -> "tuple[torch.Tensor, dist.Work | None]":
-        """Start the gathering of every rank's `mine` [n], in rank order: ([ranks, n], what to wait for)."""
-        everyone = mine.new_empty(self.world_size, mine.numel())
+    def all_to_all(self, given: torch.Tensor, out: torch.Tensor) -> "dist.Work | None":
+        """Start sending block r of `given` [ranks * n] to rank r; `out` [ranks * n] gets what each sent, by rank."""
+        if self.world_size == 1:
+            out.copy_(given)
+            return None
+        return dist.all_to_all_single(out, given, group=self.group, async_op=True)
+
+    def all_gather(
+        self, mine: torch.Tensor, out: torch.Tensor | None = None
+    ) -> "tuple[torch.Tensor, dist.Work | None]":
+        """Start the gathering of every rank's `mine` [n], in rank order: ([ranks, n], what to wait for).
+
+        Args: out: [ranks * n] to gather into; None: a new tensor.
+        """
+        everyone = (mine.new_empty(self.world_size * mine.numel()) if out is None else out).view(self.world_size, -1)
         if self.world_size == 1:
             return everyone.copy_(mine[None]), None
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13

@@ -74,7 +74,8 @@ def choose(
     row = next((row for row in fitting if row.ranks >= n_ranks), fitting[-1] if fitting else None)
     if row is None:
         text = "not measured with this optimizer and these settings"
-        _warn(f"{who}: density=None is {PLAIN['density']} here, which was {text}; compare with dense training")
+        what = "bits=1" if given.get("bits") == 1 else f"density=None is {PLAIN['density']} here, which"
+        _warn(f"{who}: {what} was {text}; compare with dense training")
         return given | {name: PLAIN[name] for name in wanted}, text
     chosen = {name: row.settings.get(name, PLAIN[name]) for name in wanted}
     shown = ", ".join(f"{name}={chosen[name]}" for name in row.settings if name in chosen)
@@ -92,6 +93,10 @@ def _is_unset(name: str, value: object) -> bool:
 
 def _fits(row: Row, given: dict[str, Any]) -> bool:
     """Whether what was given can go with the row."""
+    if given.get("bits") not in (None, row.settings.get("bits")):
+        return False
+    if row.settings.get("bits") == 1 and (given.get("chunk") or isinstance(given.get("wire_dtype"), torch.dtype)):
+        return False
     return (given.get("every", 1) == 1) == (row.local_steps == 1)
 
 

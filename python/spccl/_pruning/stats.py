@@ -44,8 +44,9 @@ class HasStats:
                                loaded state included
             dense_bytes        bytes of the values of a dense exchange; of a hook 0 before the first
             sent_bytes         bytes of the values sent in the last exchange, before any format; with bits=2 all bytes
-                               that this rank gives to the all-gather
-            wire_bytes         bytes that this object's exchanges have put on the wire so far, with indices and headers.
+                               that this rank gives to the all-gather, with bits=1 to the all-to-all
+            wire_bytes         bytes that this object's exchanges have put on the wire so far, with indices and headers;
+                               of an all-to-all, which Gloo or NCCL carries, without headers.
                                On the host collectives that others run in the group during an exchange are counted too.
                                A GPU counts for its whole group: None once others, DDP included, have run a collective
                                in it. None if the backend is not spccl

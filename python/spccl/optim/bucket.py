@@ -95,6 +95,8 @@ class Bucket:
     multiple of 4 elements, and the gaps are 0. With `rows` > 0, pruned parameters come first and begin at multiples of
     `rows`: the first `n_chunked` elements are whole chunks.
 
+    ordinal     number of the GPU; -1: host memory
+
     globals     [length] z, float32 (float64 for float64 parameters)
     masters     [length] w, float32, of 16-bit parameters; None if w is the parameter itself
     velocity    [length] u, with outer momentum; else None
@@ -104,6 +106,7 @@ class Bucket:
         self.weights = sorted(weights, key=lambda w: not w.pruned) if rows else list(weights)
         first = self.weights[0].flat
         self.dtype, self.device = first.dtype, first.device
+        self.ordinal = -1 if first.device.type == "cpu" else first.device.index
         wide = prune.wide_dtype(self.dtype)
         self.numel = sum(w.numel for w in self.weights)
         self.length = self.n_chunked = 0
@@ -144,9 +147,8 @@ class Bucket:
             )
             for w, own, common in zip(self.weights, self.locals, self.global_parts, strict=True)
         )
-        ordinal = -1 if self.device.type == "cpu" else self.device.index
         wide = str(self.globals.dtype).removeprefix("torch.")
-        self._owner, self._plan = _ext.weights_plan(rows, self.length, wide, ordinal)
+        self._owner, self._plan = _ext.weights_plan(rows, self.length, wide, self.ordinal)
 
     def reset(self) -> None:
         """w = z on this rank: what is not sent is dropped."""
@@ -185,8 +187,12 @@ class Bucket:
             out.index_fill_(0, self._gaps, 0.0)
         _ext.weights_send(
             self._plan, out.data_ptr(), density, settings.sample, settings.leak, scale, settings.seed, settings.chunk,
-            levels, self._stream(),
+            levels, self.stream(),
         )  # fmt: skip
+
+    def send_signs(self, rows: torch.Tensor, leak: float) -> None:
+        """Write one bit of each change to `rows`, and keep the rest in w (`spccl.optim.signs`)."""
+        _ext.weights_send_signs(self._plan, rows.data_ptr(), leak, self.stream())
 
     def round_off(self, out: torch.Tensor, packed: torch.Tensor, scale: float) -> None:
         """Write `out` [length] to `packed`, in the dtype of that, and keep in w what rounding changed.
@@ -206,9 +212,10 @@ class Bucket:
             average.add_(self.velocity, alpha=settings.outer_momentum)
         if settings.outer_lr != 1:
             average.mul_(settings.outer_lr)
-        _ext.weights_receive(self._plan, average.data_ptr(), self._stream())
+        _ext.weights_receive(self._plan, average.data_ptr(), self.stream())
 
-    def _stream(self) -> int:
+    def stream(self) -> int:
+        """The address of the current CUDA stream; 0 on the host."""
         return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
 
     # -- global and local weights ------------------------------------------------------------------
@@ -244,13 +251,20 @@ class Bucket:
 _COLUMNS = 4093  # a prime: no row of a matrix is a multiple of it
 
 
-def make_buckets(weights: Sequence[Weight], most_bytes: int, outer_momentum: float, rows: int = 0) -> list[Bucket]:
+def make_buckets(
+    weights: Sequence[Weight], most_bytes: int, outer_momentum: float, rows: int = 0, apart: bool = False
+) -> list[Bucket]:
     """Buckets in the order of the parameters. A bucket has at most `most_bytes` of float32, and at most an eighth of
-    all weights or 4 MiB, whichever is more; or one parameter. `rows`: see `Bucket`."""
+    all weights or 4 MiB, whichever is more; or one parameter.
+
+    Args:
+        rows: see `Bucket`.
+        apart: parameters that are sent whole have buckets of their own.
+    """
     most_bytes = min(most_bytes, max(4 << 20, 4 * sum(w.numel for w in weights) // 8))
-    by_kind: dict[tuple[torch.dtype, torch.device], list[list[Weight]]] = {}
+    by_kind: dict[tuple[torch.dtype, torch.device, bool], list[list[Weight]]] = {}
     for w in weights:
-        lists = by_kind.setdefault((w.flat.dtype, w.flat.device), [[]])
+        lists = by_kind.setdefault((w.flat.dtype, w.flat.device, apart and w.pruned), [[]])
         if lists[-1] and 4 * (sum(x.numel for x in lists[-1]) + w.numel) > most_bytes:
             lists.append([])
         lists[-1].append(w)

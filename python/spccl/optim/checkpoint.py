@@ -10,9 +10,11 @@ world size; only the moments of the inner optimizer then come from that rank.
     "names", "shapes": of each trained parameter, in the optimizer's order; a name is None where the optimizer was given
         parameters without names,
     "parameters": one for each of them: {"index", "global": z, "local": w or None where the state is consolidated,
-        "velocity": u or None, "prune": [6] int64}}}
+        "velocity": u or None, "prune": [6] int64, "kept": with bits=1, of what this rank keeps of sums of the
+        parameter: {"first", "values", "stride"}: the elements from "first" on in the order of the memory, and the
+        strides of that; None where nothing is kept}}}
 
-w - z is look_ahead times what is unsent. A run with another look-ahead converts it.
+w - z and "kept" are look_ahead times what is unsent. A run with another look-ahead converts it.
 
 z, w and u have the parameter's shape (of a DTensor that of this rank's part), whatever memory format the parameter has.
 So a run with another memory format may load them. Version 1 had them flat, in the order of the parameter's memory. Its
@@ -50,7 +52,7 @@ def save(sync: SparseSync) -> dict[str, Any]:
     "consolidated": this rank's local and global weights are equal. Then "local" is None.
     """
     sync.wait()
-    parameters = []
+    parameters, kept = [], _save_kept(sync)
     for bucket in sync.buckets:
         if not bucket.in_globals:
             bucket.absorb(sync.transfers.scratch[bucket.device, bucket.globals.dtype])
@@ -65,10 +67,11 @@ def save(sync: SparseSync) -> dict[str, Any]:
                     "local": _shaped(own, w.param).contiguous(),
                     "velocity": None if velocity is None else _shaped(velocity.clone(), w.param).contiguous(),
                     "prune": w.state.clone(),
+                    "kept": kept.get(w.index),
                 }
             )
     parameters.sort(key=lambda entry: entry["index"])
-    consolidated = all(torch.equal(entry["local"], entry["global"]) for entry in parameters)
+    consolidated = not kept and all(torch.equal(entry["local"], entry["global"]) for entry in parameters)
     if consolidated:
         for entry in parameters:
             entry["local"] = None
@@ -87,6 +90,15 @@ def save(sync: SparseSync) -> dict[str, Any]:
         "parameters": parameters,
     }
     return {**sync.inner.state_dict(), KEY: mine}
+
+
+def _save_kept(sync: SparseSync) -> dict[int, dict[str, Any]]:
+    """What this rank keeps of sums, by index of the parameter; empty if all of it is 0."""
+    if all(kept.is_empty() for kept in sync.transfers.kept.values()):
+        return {}
+    stride = {w.index: own_memory(w.param).stride() for w in sync._weights}
+    parts = [part for kept in sync.transfers.kept.values() for part in kept.parts]
+    return {int(part.name): {**part.save(), "stride": stride[int(part.name)]} for part in parts}
 
 
 def _shaped(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -125,16 +137,27 @@ def load(sync: SparseSync, state: dict[str, Any]) -> None:
             if velocity is not None:
                 _shaped(velocity, w.param).copy_(entry["velocity"])
         bucket.publish()
+    for kept in sync.transfers.kept.values():
+        kept.values.zero_()
+        for part in kept.parts:
+            saved = entries[int(part.name)].get("kept")
+            if saved is not None:
+                part.values.copy_(saved["values"]).mul_(_look_ahead_factor(sync, mine))
     sync.steps, sync.exchanges = int(mine["steps"]), int(mine["exchanges"])
     sync._check_next = True
     sync._tally.reset()
+
+
+def _look_ahead_factor(sync: SparseSync, mine: dict[str, Any]) -> float:
+    """This run's look-ahead over that of the state."""
+    return sync.settings.look_ahead / mine.get("look_ahead", 1.0)
 
 
 def _local(sync: SparseSync, mine: dict[str, Any], entry: dict[str, Any]) -> torch.Tensor:
     """The local weights of a parameter, with this run's look-ahead."""
     if entry["local"] is None:
         return entry["global"]
-    factor = sync.settings.look_ahead / mine.get("look_ahead", 1.0)
+    factor = _look_ahead_factor(sync, mine)
     return entry["local"] if factor == 1 else torch.lerp(entry["global"], entry["local"], factor)
 
 
@@ -235,6 +258,24 @@ def _check(sync: SparseSync, mine: dict[str, Any] | None) -> None:
             f"{who}: outer_momentum is {sync.settings.outer_momentum}, the state is "
             f"{'without' if wants else 'with'} outer momentum; use the settings of the run that saved it"
         )
+    _require_same_shards(who, sync, mine)
+
+
+def _require_same_shards(who: str, sync: SparseSync, mine: dict[str, Any]) -> None:
+    """Raises: ValueError if the state has what its rank kept of other elements' sums than this rank owns."""
+    parts = {int(part.name): part for kept in sync.transfers.kept.values() for part in kept.parts}
+    stride = {w.index: own_memory(w.param).stride() for w in sync._weights}
+    for entry in mine["parameters"]:
+        saved, part = entry.get("kept"), parts.get(entry["index"])
+        if saved is None:
+            continue
+        if part is None or not part.fits(saved) or tuple(saved["stride"]) != stride[entry["index"]]:
+            raise ValueError(
+                f"{who}: the state has what the rank kept of sums of parameter {entry['index']}, elements "
+                f"{saved['first']} to {saved['first'] + saved['values'].numel()}, which this rank does not own: bits, "
+                "bucket_mb or the memory format is another one; pass all ranks' states through SparseSync.reshard, or "
+                "save after consolidate()"
+            )
 
 
 def _require_same_parameters(who: str, sync: SparseSync, mine: dict[str, Any]) -> None:
@@ -273,7 +314,8 @@ def reshard(
     """States for `world_size` ranks from those of all ranks of another world size, in rank order.
 
     New rank r gets the inner optimizer's state of old rank r % len(states), and as unsent part the sum of those of old
-    ranks r, r + world_size, ... times world_size / len(states). So the average over ranks of what is unsent stays.
+    ranks r, r + world_size, ... times world_size / len(states). So the average over ranks of what is unsent stays. What
+    owners kept of sums becomes part of what is unsent, of every rank.
 
     Args: ranks: the new ranks whose states are made; None: all.
     Raises: ValueError if a rank's state is missing, or the states differ in step or shard.
@@ -300,7 +342,18 @@ def reshard(
                 theirs = part["parameters"][place]
                 if theirs["local"] is not None:
                     unsent += theirs["local"].to(common.device) - common
-            parameters.append({**entry, "local": common + unsent * factor})
+            unsent *= factor
+            for part in parts:
+                _add_kept(unsent, part["parameters"][place].get("kept"))
+            parameters.append({**entry, "local": common + unsent, "kept": None})
         mine = {**parts[0], "world_size": world_size, "rank": rank, "consolidated": False, "parameters": parameters}
         new.append({**states[rank % len(states)], KEY: mine})
     return new
+
+
+def _add_kept(unsent: torch.Tensor, kept: dict[str, Any] | None) -> None:
+    """Add what an owner kept of a parameter's sums to a tensor of its shape."""
+    if kept is not None:
+        flat = torch.zeros(unsent.numel(), dtype=unsent.dtype, device=unsent.device)
+        flat[kept["first"] : kept["first"] + kept["values"].numel()] = kept["values"].to(flat.device)
+        unsent += flat.as_strided(unsent.shape, kept["stride"])

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spccl._pruning.checks import require
+
 
 def check_group(group: object) -> None:
     """Raises: TypeError if `group` is not a process group. What new_group() gives ranks outside the group passes."""
@@ -48,11 +50,20 @@ def check_optimizer(optimizer: object) -> None:
         )
 
 
-def check_param(name: str, param: torch.Tensor) -> None:
+def refuse_density(density: object, bits: int | None) -> None:
+    """Raises: ValueError for a density that was given with bits=1."""
+    require("SparseSync", "density", density, density is None or bits != 1, "None with bits=1, which prunes nothing")
+
+
+def check_param(name: str, param: torch.Tensor, bits: int | None) -> None:
     if param.dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         raise TypeError(
             f"SparseSync: parameter {name} is {param.dtype}, wanted float32, float64, float16 or bfloat16; leave it "
             "out of the optimizer"
+        )
+    if bits == 1 and param.dtype == torch.float64:
+        raise ValueError(
+            f"SparseSync: bits=1 with parameter {name} of float64, wanted float32, float16 or bfloat16; leave bits out"
         )
     if param.device.type not in ("cpu", "cuda"):
         raise ValueError(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from .bucket import Bucket
     from .settings import Settings
+    from .signs import KeptSigns
 
 
 class Exchange:
@@ -48,9 +49,13 @@ class Exchange:
         """Bytes of a value as it is sent."""
         return bucket.globals.element_size()
 
-    def sent_bytes(self) -> int | None:
+    def sent_bytes(self, bucket: Bucket) -> int | None:
         """Bytes of this rank's part of an exchange, if they are not its values times value_bytes; else None."""
         return None
+
+    def delegated_bytes(self, bucket: Bucket) -> int:
+        """Bytes that this rank sends in collectives which the group's backend spccl leaves to another one."""
+        return 0
 
     def room(self, length: int) -> int:
         """Elements that the buffer of a bucket of this length needs."""
@@ -62,6 +67,7 @@ class AllReduce(Exchange):
 
     Args:
         averages: by device: whether the backend can average.
+        kept: by bucket, what this rank keeps of the sums of its shard: it is sent too, and then nothing is kept.
         wire_dtype: in which the values of float32 buckets are sent; None: as they are.
     """
 
@@ -72,15 +78,18 @@ class AllReduce(Exchange):
         buckets: Sequence[Bucket],
         averages: dict[torch.device, bool],
         wire_dtype: torch.dtype | None = None,
+        kept: dict[Bucket, KeptSigns] | None = None,
     ):
         super().__init__(settings, ranks, buckets)
-        self._averages = averages
+        self._averages, self._kept = averages, kept or {}
         self._wire = Wire(buckets, None if ranks.world_size == 1 else wire_dtype)
 
     def begin(self, bucket: Bucket, buffer: torch.Tensor, density: float, slot: int | None) -> Any:
         averages = self._averages[bucket.device]
         scale = 1.0 if averages else 1.0 / self.ranks.world_size
         bucket.select(buffer, density, scale, self.settings)
+        if bucket in self._kept:
+            self._kept[bucket].release(buffer, self.ranks.world_size * scale)
         packed = self._wire.buffer(bucket, slot)
         if packed is None:
             packed = buffer
@@ -119,8 +128,8 @@ class TwoBits(Exchange):
             add_packed(packed, buffer, bucket.n_chunked, self._layout, rank)
         buffer.div_(self.ranks.world_size)
 
-    def sent_bytes(self) -> int:
-        return sum(packed_bytes(b.length, b.n_chunked, self._layout, b.globals.element_size()) for b in self.buckets)
+    def sent_bytes(self, bucket: Bucket) -> int:
+        return packed_bytes(bucket.length, bucket.n_chunked, self._layout, bucket.globals.element_size())
 
 
 class Wire:

@@ -34,7 +34,7 @@ class Tally:
         self._before: list[torch.Tensor] | None = None
         self._update: list[torch.Tensor] | None = None
         self._wire = OwnBytes(self._group())
-        self._exchanges = 0
+        self._exchanges = self._delegated_bytes = 0
 
     # -- in each step ------------------------------------------------------------------------------
 
@@ -73,6 +73,7 @@ class Tally:
 
     def end_exchange(self, seconds: float) -> None:
         self._exchanges += 1
+        self._delegated_bytes += self.sync.transfers.delegated_bytes()
         self._last_s = seconds
         self._seconds += seconds
         if not self.sync.transfers.pending:  # else the next exchange, or the reader, ends the count
@@ -104,10 +105,10 @@ class Tally:
         pruned = [(w.numel, row[prune.N_SENT]) for w, row in counted if w.pruned and density < 1]
         numel = max(1, sum(b.numel for b in s.buckets))  # 0: FSDP2 has given this rank empty shards alone
         update, unsent = self._norms or (None, None)
-        packed = s.transfers.sent_bytes()
-        widths = [s.transfers.value_bytes(b) for b in s.buckets for _ in b.weights]
-        values = sum(row[prune.N_SENT] * width for row, width in zip(rows, widths, strict=True))
+        sent = iter(row[prune.N_SENT] for row in rows)
+        n_sent = [sum(next(sent) for _ in b.weights) for b in s.buckets]
         devices = [b.device for b in s.buckets]
+        wire = self._wire.read(self._group(), devices, self._exchanges * len(s.buckets))
         return report(
             {s.ranks.backend(d) for d in devices},
             recipe=s.recipe,
@@ -118,8 +119,8 @@ class Tally:
             density_pruned=sum(n for _, n in pruned) / sum(n for n, _ in pruned) if pruned else None,
             density_mean=sum(row[prune.N_SENT_ALL] for row in rows) / numel / max(1, s.exchanges),
             dense_bytes=sum(b.numel * b.globals.element_size() for b in s.buckets),
-            sent_bytes=values if packed is None else packed,
-            wire_bytes=self._wire.read(self._group(), devices, self._exchanges * len(s.buckets)),
+            sent_bytes=sum(s.transfers.sent_bytes(i, n) for i, n in enumerate(n_sent)),
+            wire_bytes=None if wire is None else wire + self._delegated_bytes,
             update_norm=update,
             unsent_norm=unsent,
             exchange_ms=self._last_s * 1e3,

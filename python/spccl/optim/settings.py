@@ -10,6 +10,8 @@ from spccl._pruning import checks
 from spccl._pruning.checks import ABOVE_0, COUNT, COUNT_FROM_1, FRACTION, SHARE, is_number, is_whole
 from spccl._pruning.density import Density, Geometric
 
+from .signs import CHUNK
+
 _RULES: dict[str, checks.Rule] = {
     "every": COUNT_FROM_1,
     "warmup_steps": COUNT,
@@ -28,7 +30,7 @@ _RULES: dict[str, checks.Rule] = {
     "wire_dtype": (lambda x: x in (None, torch.bfloat16), "torch.bfloat16, or None for the weights' dtype"),
     "chunk": (lambda x: is_whole(x, 0, 4096) and (x == 0 or (x >= 256 and x & (x - 1) == 0)),
               "0, or a power of 2 from 256 to 4096"),
-    "bits": (lambda x: x is None or is_whole(x, 2, 2), "2, or None for whole values"),
+    "bits": (lambda x: x is None or is_whole(x, 1, 2), "1, 2, or None for whole values"),
     "look_ahead": SHARE,
     "seed": COUNT,
 }  # fmt: skip
@@ -65,20 +67,30 @@ class Settings:
         free = self.warmup_steps == 0 or not callable(self.density)
         for name, ok, wanted in (
             ("warmup_steps", free, "0 when density is a function"),
-            ("bits", self.bits is None or self.chunk > 0, "None without chunk: set chunk=4096"),
+            ("bits", self.bits != 2 or self.chunk > 0, "None without chunk: set chunk=4096"),
+            ("chunk", self.bits != 1 or self.chunk == 0, "0 with bits=1, which has chunks of its own"),
             ("bits", self.bits is None or self.wire_dtype is None, "None with wire_dtype: set one of them"),
         ):
             checks.require("SparseSync", name, getattr(self, name), ok, wanted)
 
     def schedule(self) -> Density:
         """The density as a number or a function of the exchange."""
-        if self.warmup_steps == 0 or callable(self.density):
+        if self.warmup_steps == 0 or callable(self.density) or self.bits == 1:
             return self.density
         return Geometric(end=float(self.density), steps=-(-self.warmup_steps // self.every))
 
     def packs(self, density: float) -> bool:
         """Whether an exchange of this density sends two bits per value. 1 as a float32 sends everything exactly."""
-        return self.bits is not None and density < 1 - 2**-25
+        return self.bits == 2 and density < 1 - 2**-25
+
+    def warms_up(self, exchange: int) -> bool:
+        """Whether this exchange sends whole values although the later ones send one bit each."""
+        return self.bits == 1 and exchange * self.every < self.warmup_steps
+
+    @property
+    def rows(self) -> int:
+        """Elements of a row, if values travel in rows of one or two bits each; else 0."""
+        return CHUNK if self.bits == 1 else self.chunk if self.bits else 0
 
     def facts(self) -> dict[str, object]:
         """Names and values, for a comparison of ranks. A density function counts by its values at some exchanges."""

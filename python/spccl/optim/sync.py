@@ -58,9 +58,10 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             and warns where nothing was measured. Else the share of each parameter's entries sent per exchange, (0, 1],
             or a function of the exchange's number (0 the first) alone, such as `Geometric`. All ranks must give the
             same; of functions the values at 25 exchanges up to 500000 are compared, so a function is called for
-            exchanges that may never come.
+            exchanges that may never come. Not with bits=1.
         every: optimizer steps between exchanges.
-        warmup_steps: optimizer steps over which the density falls geometrically from 1 to `density`; None: 0.
+        warmup_steps: optimizer steps over which the density falls geometrically from 1 to `density`; with bits=1
+            those in which whole values are sent; None: 0.
         group: process group; None is the world. Without torch.distributed there is one rank. With FSDP2 the ranks that
             hold the same shard (docs/TRAINING.md).
         sample: share of a parameter's entries that is sampled to find its threshold, (0, 1]. At least 32 / density
@@ -90,8 +91,12 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             stays unsent. None, and "auto" with a density: values are sent as they are.
         chunk: 0: what is sent of a parameter lies above one threshold, from a sample. A power of 2 from 256 to 4096:
             exactly the largest density * chunk of each `chunk` neighbouring entries are sent (SparseLoCo: 4096).
-        bits: 2, with `chunk`: values travel as a sign and one of two levels per chunk, in an all-gather, on any
-            backend. What rounding changed stays unsent. Bytes grow with the number of ranks (docs/TRAINING.md). On CUDA
+        bits: 1: nothing is pruned: of each value its sign is sent, and one magnitude for each 4096 (1-bit Adam). What
+            that changed stays unsent, here and at the owner of a shard, who adds up what the ranks have sent. A rank
+            sends 31.8 times fewer bytes than a dense all-reduce of float32, whatever the number of ranks. Needs a
+            backend with all-to-all; not for float64.
+            2, with `chunk`: values travel as a sign and one of two levels per chunk, in an all-gather, on any backend.
+            What rounding changed stays unsent. Bytes grow with the number of ranks (docs/TRAINING.md). On CUDA
             the host waits for the device 1 + 2 ranks times per bucket.
         look_ahead: part of what this rank has not sent that its own weights hold, (0, 1]; None: 1. Below 1 for torch's
             optimizers whose steps are proportional to the learning rate, and for any with 16-bit parameters alone.
@@ -105,13 +110,15 @@ class SparseSync(HasStats, torch.optim.Optimizer):
 
     Memory beside the optimizer's: 4 bytes per float32 parameter, 8 per 16-bit one, 8 per float64 one, and two buffers
     of a bucket: at most 1 byte per parameter where no parameter is longer than an eighth of all, 1.5 with wire_dtype.
+    With bits=1, beside that, 4 bytes per parameter over the number of ranks, and an eighth of a buffer.
     With bits=2, beside that, the rows of all ranks of two buckets, of all buckets with overlap, and for one rank's rows
     of one bucket a byte for each of their bits.
 
     If step() raises, the weights may be half exchanged: load a checkpoint.
 
     Sources: Stich et al. 2018, "Sparsified SGD with Memory" (error feedback); Douillard et al. 2023, "DiLoCo" (local
-    steps, outer Nesterov momentum); Sarfi et al. 2025, "SparseLoCo" (sparse exchange of local changes).
+    steps, outer Nesterov momentum); Sarfi et al. 2025, "SparseLoCo" (sparse exchange of local changes); Tang et al.
+    2021, "1-bit Adam" (signs, error feedback at both ends).
     """
 
     _step_supports_amp_scaling = True  # GradScaler then always calls step(), so that no rank misses an exchange
@@ -161,8 +168,9 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             "overlap": overlap is not None,
         }  # fmt: skip
         rows = recipes.ADAM if moments.is_correctable(optimizer) else ()
+        checks.refuse_density(density, bits)
         given, self.recipe = recipes.choose(given, self.ranks.n_pruning, rows)
-        self.settings = Settings(**given)
+        self.settings = Settings(**given | ({"density": 1.0} if given["bits"] == 1 else {}))
         super().__setstate__({})  # hooks of torch.optim.Optimizer; its __init__ would make parameter groups of its own
         self.steps = 0  # calls of step()
         self.exchanges = 0  # exchanges that have ended
@@ -173,7 +181,8 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         if overlap is not None:
             overlaps.check_weights(overlap, self._weights, self._shards.example)
         self.ranks.require_same({**self.settings.facts(), **self._facts()})
-        self.buckets = make_buckets(self._weights, int(bucket_mb * 2**20), outer_momentum, chunk if bits else 0)
+        n, apart = self.settings.rows, self.settings.bits == 1
+        self.buckets = make_buckets(self._weights, int(bucket_mb * 2**20), outer_momentum, n, apart)
         self.transfers = Transfers(self.settings, self.ranks, self.buckets)
         self._shards.forget_gathered()
         overlaps.close_earlier(self._weights)
@@ -209,7 +218,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         states = {d: torch.zeros(len(trained), prune.STATE_COLUMNS, dtype=torch.int64, device=d) for d in devices}
         weights = []
         for row, (i, p) in enumerate(trained):
-            checks.check_param(names[i], p)
+            checks.check_param(names[i], p, self.settings.bits)
             pruned = p.dim() > 1 and p.numel() >= self.settings.min_numel
             weights.append(Weight(i, names[i], p, pruned, states[p.device][row]))
         return shards, weights
@@ -382,7 +391,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         bits. With overlap the averages are applied in the next forward pass."""
         began = time.perf_counter()
         self._tally.begin_exchange(density)
-        self.transfers.start(density, exact)
+        self.transfers.start(density, exact or self.settings.warms_up(self.exchanges))
         every = self.settings.check_every
         checks_now = self._check_next or (every > 0 and (self.exchanges + 1) % every == 0)
         if not self.transfers.ends_later or exact or checks_now or self._tally.waits_for_exchange():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .exchanges import AllReduce, Exchange, TwoBits
+from .signs import KeptSigns, Signs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,15 +21,18 @@ if TYPE_CHECKING:
 class Transfers:
     """Attributes:
     scratch: two buffers for each device and dtype, as long as the longest bucket.
+    kept: with bits=1, by bucket, what this rank keeps of the sums of its shard.
     pending: what is under way, by number of the bucket: how it is exchanged, its buffer, the state of that.
     """
 
     def __init__(self, settings: Settings, ranks: Ranks, buckets: list[Bucket]):
         self.settings, self.ranks, self.buckets = settings, ranks, buckets
         averages = {b.device: ranks.averages(b.device, settings.bits is None) for b in buckets}
-        self._exact = AllReduce(settings, ranks, buckets, averages)
+        self._signs = Signs(settings, ranks, buckets) if settings.bits == 1 else None
+        self.kept: dict[Bucket, KeptSigns] = {} if self._signs is None else self._signs.kept
+        self._exact = AllReduce(settings, ranks, buckets, averages, kept=self.kept)
         self._usual = AllReduce(settings, ranks, buckets, averages, settings.wire_dtype)
-        self._way: Exchange = self._usual  # of the last exchange
+        self._ways: list[Exchange] = [self._usual for _ in buckets]  # of the last exchange
         self.scratch = self._make_scratch()
         self.pending: dict[int, tuple[Exchange, torch.Tensor, Any]] = {}
         self._own_buffers: list[torch.Tensor] = []  # one for each bucket, if exchanges end later
@@ -48,10 +52,10 @@ class Transfers:
     def start(self, density: float, exact: bool) -> None:
         """Start an exchange: each bucket is selected while the one before travels. At least the last one is left
         pending. `exact` ignores wire_dtype and bits."""
-        self._way = self._choose(density, exact)
-        for i, bucket in enumerate(self.buckets):
+        self._ways = self._choose(density, exact)
+        for i, (bucket, way) in enumerate(zip(self.buckets, self._ways, strict=True)):
             buffer, slot = self._buffer(i)
-            self.pending[i] = self._way, buffer, self._way.begin(bucket, buffer, density, slot)
+            self.pending[i] = way, buffer, way.begin(bucket, buffer, density, slot)
             if i > 0:
                 self._turn(i - 1)
                 if not self.ends_later:
@@ -59,19 +63,20 @@ class Transfers:
         if self.buckets:
             self._turn(len(self.buckets) - 1)
 
-    def _choose(self, density: float, exact: bool) -> Exchange:
-        if exact:
-            return self._exact
-        if self.settings.packs(density):
-            return TwoBits(self.settings, self.ranks, self.buckets, density)
-        return self._usual
+    def _choose(self, density: float, exact: bool) -> list[Exchange]:
+        """The way of each bucket."""
+        way: Exchange = self._exact if exact else self._usual
+        if self.settings.packs(density) and not exact:
+            way = TwoBits(self.settings, self.ranks, self.buckets, density)
+        signs = way if exact or self._signs is None else self._signs
+        return [signs if bucket in self.kept else way for bucket in self.buckets]
 
     def _buffer(self, i: int) -> tuple[torch.Tensor, int | None]:
         """The buffer of bucket i, and its slot: see `Exchange.begin`."""
         bucket = self.buckets[i]
         if self._own_buffers:
             return self._own_buffers[i], None
-        room = self._way.room(bucket.length)
+        room = self._ways[i].room(bucket.length)
         return self.scratch[bucket.device, bucket.globals.dtype][i % 2][:room], i % 2
 
     def _make_scratch(self) -> dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]]:
@@ -86,9 +91,14 @@ class Transfers:
             for (device, dtype), n in most.items()
         }
 
-    def value_bytes(self, bucket: Bucket) -> int:
-        """Bytes of a value of `bucket` as the last exchange sent it."""
-        return self._way.value_bytes(bucket)
+    def sent_bytes(self, i: int, n_sent: int) -> int:
+        """Bytes of what the last exchange sent of bucket i, of `n_sent` values."""
+        packed = self._ways[i].sent_bytes(self.buckets[i])
+        return n_sent * self._ways[i].value_bytes(self.buckets[i]) if packed is None else packed
+
+    def delegated_bytes(self) -> int:
+        """Bytes that this rank gave, in the last exchange, to collectives which spccl leaves to another backend."""
+        return sum(way.delegated_bytes(bucket) for way, bucket in zip(self._ways, self.buckets, strict=True))
 
     def _turn(self, i: int) -> None:
         way, buffer, state = self.pending[i]
@@ -105,7 +115,3 @@ class Transfers:
             bucket.apply(buffer[: bucket.length], self.settings)
             bucket.publish()
             del self.pending[i]
-
-    def sent_bytes(self) -> int | None:
-        """Bytes of this rank's part of the last exchange if they are not those of the values; else None."""
-        return self._way.sent_bytes()
