@@ -419,6 +419,33 @@ c10::intrusive_ptr<c10d::Work> Backend::_reduce_scatter_base(at::Tensor &output,
     return start_reduce_scatter(std::move(launch), output, as_contiguous(input), opts);
 }
 
+c10::intrusive_ptr<c10d::Work> Backend::reduce_scatter_wide(at::Tensor output, at::Tensor input, bool mean)
+{
+    const char *name = "reduce_scatter_wide";
+    const auto from = input.scalar_type();
+    c10d::ReduceScatterOptions opts;
+    opts.reduceOp = mean ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
+    opts.asyncOp = true;
+    TORCH_CHECK_VALUE(is_plain(input) && is_plain(output) && input.device() == output.device() &&
+                          output.scalar_type() == at::kFloat && (from == at::kHalf || from == at::kBFloat16),
+                      "spccl: ", name, ": got ", from, " and ", output.scalar_type(),
+                      ", wanted contiguous float16 or bfloat16, and float32 on the same device");
+    check_numel(input, output.numel() * size_, "input", name,
+                "the elements of output times the number of ranks");
+    if (output.is_cuda() && cuda_->bind(output.device(), name) == CudaRoute::nccl) {
+        at::Tensor wide = input.to(at::kFloat);
+        return _reduce_scatter_base(output, wide, opts);
+    }
+    Launch launch = launch_of(name, "spccl:reduce_scatter_wide", c10d::OpType::_REDUCE_SCATTER_BASE, {input});
+    launch.op.reduction = redop_name(opts.reduceOp.op_);
+    launch.outputs = {output};
+    launch.reduce_op = opts.reduceOp;
+    launch.wide = true;
+    set_call(launch, input, output, {dtype_for_reducing(from), 1});
+    launch.n_elems = static_cast<size_t>(output.numel());
+    return start(std::move(launch), true);
+}
+
 c10::intrusive_ptr<c10d::Work> Backend::reduce_scatter(std::vector<at::Tensor> &outputs,
                                                        std::vector<std::vector<at::Tensor>> &inputs,
                                                        const c10d::ReduceScatterOptions &opts)

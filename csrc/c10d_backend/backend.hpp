@@ -153,6 +153,11 @@ class Backend final : public c10d::Backend
     c10::intrusive_ptr<c10d::Work> pruned_all_reduce(at::Tensor grad, spccl_prune_plan *plan,
                                                      const spccl_prune_options &options, void *stream);
 
+    /* The sum, or the mean, of 16-bit floats before it is rounded. NCCL gets float32.
+     *   output   [n] float32
+     *   input    [size * n] float16 or bfloat16, beside the output; both plain */
+    c10::intrusive_ptr<c10d::Work> reduce_scatter_wide(at::Tensor output, at::Tensor input, bool mean);
+
     /* Run by Gloo or NCCL (delegate.cpp). */
     c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor> &tensors,
                                           const c10d::ReduceOptions &opts) override;

@@ -143,6 +143,12 @@ c10::intrusive_ptr<c10d::Work> pruned_all_reduce(const GroupPtr &group, const at
                                                reinterpret_cast<void *>(stream));
 }
 
+c10::intrusive_ptr<c10d::Work> reduce_scatter_wide(const GroupPtr &group, const at::Tensor &output,
+                                                   const at::Tensor &input, bool mean)
+{
+    return backend_of(group).reduce_scatter_wide(output, input, mean);
+}
+
 std::string describe_link(const GroupPtr &group, int64_t peer)
 {
     return backend_of(group).describe_link(static_cast<int>(peer));
@@ -169,6 +175,9 @@ TORCH_LIBRARY_FRAGMENT(spccl, m)
     m.def("pruned_all_reduce(__torch__.torch.classes.c10d.ProcessGroup group, Tensor grad, int plan, "
           "int options, int stream) -> __torch__.torch.classes.c10d.Work",
           pruned_all_reduce);
+    m.def("reduce_scatter_wide(__torch__.torch.classes.c10d.ProcessGroup group, Tensor output, "
+          "Tensor input, bool mean) -> __torch__.torch.classes.c10d.Work",
+          reduce_scatter_wide);
     m.def("prepare_exit(int patience_ms) -> ()", prepare_exit);
 }
 

@@ -57,7 +57,8 @@ spccl_status call_host(const Launch &l, spccl_comm *comm, spccl_request **req)
         return spccl_all_gather(comm, in, out, l.n_elems, l.dtype, req);
     case c10d::OpType::REDUCE_SCATTER:
     case c10d::OpType::_REDUCE_SCATTER_BASE:
-        return spccl_reduce_scatter(comm, in, out, l.n_elems, l.dtype, redop_of(l.reduce_op.op_), req);
+        return (l.wide ? spccl_reduce_scatter_wide : spccl_reduce_scatter)(comm, in, out, l.n_elems, l.dtype,
+                                                                           redop_of(l.reduce_op.op_), req);
     case c10d::OpType::ALLREDUCE:
         return spccl_all_reduce(comm, in, out, l.n_elems, l.dtype, redop_of(l.reduce_op.op_), req);
     case c10d::OpType::BROADCAST:
@@ -79,8 +80,8 @@ spccl_status call_cuda(const Launch &l, spccl_comm *comm, void *stream)
         return spccl_cuda_all_gather(comm, in, out, l.n_elems, l.dtype, stream);
     case c10d::OpType::REDUCE_SCATTER:
     case c10d::OpType::_REDUCE_SCATTER_BASE:
-        return spccl_cuda_reduce_scatter(comm, in, out, l.n_elems, l.dtype, redop_of(l.reduce_op.op_),
-                                         stream);
+        return (l.wide ? spccl_cuda_reduce_scatter_wide : spccl_cuda_reduce_scatter)(
+            comm, in, out, l.n_elems, l.dtype, redop_of(l.reduce_op.op_), stream);
     case c10d::OpType::ALLREDUCE:
     case c10d::OpType::BARRIER:
         if (l.prune_plan != nullptr)

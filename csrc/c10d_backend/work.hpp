@@ -34,6 +34,7 @@ struct Launch {
     at::Tensor in, out; /* plain tensors (tensor.hpp); broadcast: the same */
     size_t n_elems = 0; /* as spccl.h counts them for this call, in elements of `dtype` */
     spccl_dtype dtype = SPCCL_FLOAT32;
+    bool wide = false; /* of a reduce-scatter: spccl_reduce_scatter_wide */
     /* Of an all-reduce in place on a GPU: prune first. NULL: do not. */
     spccl_prune_plan *prune_plan = nullptr;
     spccl_prune_options prune_options{};
