@@ -4,7 +4,8 @@
 #define SP_TEST_ENDPOINTS_H
 
 #include "core/base/clock.h"
-#include "core/run/boot.h"
+#include "core/base/mem.h"
+#include "core/run/boot_links.h"
 #include "test.h"
 
 #include <poll.h>
@@ -50,12 +51,13 @@ struct shared {
     struct {
         uint8_t bytes[SP_ADDRESS_BYTES_MAX];
         size_t n_bytes;
-    } address[MEMBERS_CAP];
+    } address[MEMBERS_CAP], control[MEMBERS_CAP]; /* control: of tcp, for control links */
 };
 
 struct member {
     const sp_transport *t;
-    sp_endpoint *ep;
+    sp_links links;
+    sp_endpoint *ep; /* of t, in links */
     int rank, n;
     bool tcp_too; /* tcp is among the transports */
     sp_endpoint_config config;
@@ -98,13 +100,24 @@ static inline struct member make_group(const struct environment *g, int n, void 
 /* Open the endpoint and publish its address. */
 static inline bool open_member(struct member *m)
 {
+    const sp_transport *tcp = sp_transport_find("tcp");
     spccl_status st;
     m->config.rank = m->rank;
-    st = m->t->open(&m->config, &m->ep);
+    m->config.open_control = sp_links_open_tcp;
+    m->config.owner = &m->links;
+    m->links = (sp_links){.rank = m->rank, .world_size = m->n, .tcp_too = m->tcp_too};
+    m->links.peers = sp_calloc((size_t)m->n, sizeof *m->links.peers);
+    st = sp_links_add(&m->links, m->t, &m->config);
+    if (st == SPCCL_OK && m->links.tcp != NULL && m->t != tcp)
+        st = sp_links_add(&m->links, tcp, &m->config);
     CHECK(st == SPCCL_OK, "%s: open: %s", m->t->name, spccl_last_error());
     if (st != SPCCL_OK)
         return false;
+    m->ep = m->links.endpoints[0];
     CHECK_OK(m->t->address(m->ep, m->shared->address[m->rank].bytes, &m->shared->address[m->rank].n_bytes));
+    if (m->links.tcp != NULL)
+        CHECK_OK(tcp->address(m->links.tcp, m->shared->control[m->rank].bytes,
+                              &m->shared->control[m->rank].n_bytes));
     atomic_fetch_add(&m->shared->n_published, 1);
     return true;
 }
@@ -124,24 +137,17 @@ static inline spccl_status add_peers(struct member *m)
     spccl_status st = SPCCL_OK;
     await_atomic(&m->shared->n_published, m->n);
     for (int i = 0; i < m->n && st == SPCCL_OK; i++) {
+        const sp_published_transport its = {.address = m->shared->address[i].bytes,
+                                            .address_bytes = m->shared->address[i].n_bytes},
+                                     control = {.address = m->shared->control[i].bytes,
+                                                .address_bytes = m->shared->control[i].n_bytes};
         char why[96] = "";
         if (i == m->rank)
             continue;
-        CHECK(m->t->can_reach(m->ep, m->shared->address[i].bytes, m->shared->address[i].n_bytes, why,
-                              sizeof why),
-              "%s: %s", m->t->name, why);
-        st = m->t->add_peer(m->ep, i, m->shared->address[i].bytes, m->shared->address[i].n_bytes);
+        CHECK(sp_links_reach(&m->links, 0, &its, &control, why, sizeof why), "%s: %s", m->t->name, why);
+        st = sp_links_add_peer(&m->links, i, 0, &its, &control);
     }
     return st;
-}
-
-static inline spccl_status take_fallbacks(struct member *m)
-{
-    sp_link peers[MEMBERS_CAP] = {{.transport = NULL}};
-    sp_links links = {.rank = m->rank, .world_size = m->n, .tcp_too = m->tcp_too, .peers = peers};
-    for (int i = 0; i < m->n; i++)
-        peers[i].transport = i != m->rank ? m->t : NULL;
-    return sp_take_fallbacks(&links, m->t, m->ep);
 }
 
 /* Connect to all members. Returns the status of add_peer or connect_step. */
@@ -150,9 +156,17 @@ static inline spccl_status connect_member(struct member *m)
     spccl_status st = add_peers(m);
     if (st != SPCCL_OK)
         return st;
-    while ((st = m->t->connect_step(m->ep)) == SPCCL_AGAIN)
+    while ((st = sp_links_connect_step(&m->links)) == SPCCL_AGAIN)
         usleep(100);
-    return st == SPCCL_OK ? take_fallbacks(m) : st;
+    return st;
+}
+
+/* How the peer is reached. */
+static inline void describe_peer(struct member *m, int peer, char *out, size_t cap)
+{
+    snprintf(out, cap, "%s", m->links.peers[peer].text);
+    if (m->links.peers[peer].transport == m->t)
+        m->t->describe(m->ep, peer, out, cap);
 }
 
 static inline bool join_group(struct member *m)
@@ -167,7 +181,7 @@ static inline bool join_group(struct member *m)
 
 static inline void leave_group(struct member *m)
 {
-    m->t->close(m->ep);
+    sp_links_close(&m->links);
     m->ep = NULL;
 }
 
@@ -286,13 +300,13 @@ static inline bool is_message(const uint8_t *p, size_t n, uint64_t seed)
 static inline spccl_status try_send(struct member *m, int peer, int queue, size_t n, uint64_t seed)
 {
     void *space = NULL;
-    spccl_status st = m->t->reserve(m->ep, peer, queue, n, &space);
+    spccl_status st = sp_link_reserve(&m->links, peer, queue, n, &space);
     if (st != SPCCL_OK)
         return st;
     CHECK((uintptr_t)space % 16 == 0, "reserve: %p", space);
     fill_message(space, n, seed);
     m->n_sent[peer][queue]++;
-    return m->t->commit(m->ep, peer, queue, 0);
+    return sp_link_commit(&m->links, peer, queue, 0);
 }
 
 /* Take the next message, and check that it is this one. AGAIN if no message is there. */
@@ -300,33 +314,45 @@ static inline spccl_status try_take(struct member *m, int peer, int queue, size_
 {
     const void *p = NULL;
     size_t bytes = 0;
-    spccl_status st = m->t->peek(m->ep, peer, queue, &p, &bytes);
+    spccl_status st = sp_link_peek(&m->links, peer, queue, &p, &bytes);
     if (st != SPCCL_OK)
         return st;
     CHECK((uintptr_t)p % 16 == 0, "peek: %p", p);
     CHECK(bytes == n && is_message(p, bytes, seed),
           "%s: rank %d from %d, queue %d: %zu bytes, wanted %zu, or another content", m->t->name, m->rank,
           peer, queue, bytes, n);
-    return m->t->release(m->ep, peer, queue);
+    return sp_link_release(&m->links, peer, queue);
+}
+
+/* An abort sets *peer and text[SP_ABORT_TEXT_CAP]. */
+static inline spccl_status progress_to(struct member *m, int *peer, char *text)
+{
+    spccl_status st = SPCCL_OK;
+    for (int i = 0; i < m->links.n_endpoints && st == SPCCL_OK; i++)
+        st = m->links.transports[i]->progress(m->links.endpoints[i], peer, text);
+    return st;
 }
 
 static inline spccl_status progress(struct member *m)
 {
     int peer = -1;
     char text[SP_ABORT_TEXT_CAP];
-    return m->t->progress(m->ep, &peer, text);
+    return progress_to(m, &peer, text);
 }
 
 /* Sleep until the endpoint wakes this rank. False if it does not within PATIENCE_MS. */
 static inline bool sleep_armed(struct member *m)
 {
-    struct pollfd p = {.fd = m->t->wait_fd(m->ep), .events = POLLIN};
+    struct pollfd p[SP_TRANSPORTS_MAX];
     int n;
-    if (m->t->arm(m->ep) != SPCCL_OK)
+    if (sp_links_arm(&m->links) != SPCCL_OK)
         return true;
-    n = poll(&p, 1, PATIENCE_MS);
-    m->t->disarm(m->ep);
-    return n == 1;
+    for (int i = 0; i < m->links.n_endpoints; i++)
+        p[i] =
+            (struct pollfd){.fd = m->links.transports[i]->wait_fd(m->links.endpoints[i]), .events = POLLIN};
+    n = poll(p, (nfds_t)m->links.n_endpoints, PATIENCE_MS);
+    sp_links_disarm(&m->links);
+    return n > 0;
 }
 
 static inline void send_now(struct member *m, int peer, int queue, size_t n, uint64_t seed)
@@ -356,7 +382,7 @@ static inline spccl_status take_now(struct member *m, int peer, int queue, size_
 static inline bool is_flushed(struct member *m, int peer)
 {
     for (int queue = 0; queue < m->config.n_queues; queue++)
-        if (!m->t->flushed(m->ep, peer, queue, m->n_sent[peer][queue]))
+        if (!sp_link_flushed(&m->links, peer, queue, m->n_sent[peer][queue]))
             return false;
     return true;
 }

@@ -159,23 +159,20 @@ static spccl_status fault_add_peer(sp_endpoint *ep, int peer, const uint8_t *add
     return self(ep)->t->add_peer(self(ep)->inner, peer, address, bytes);
 }
 
-/* After a failure for a test the wrapped transport goes on, which needs no warning. */
-static const char *fault_failed(sp_endpoint *ep, int peer, bool *expected)
+static bool fault_has_control(sp_endpoint *ep)
 {
     const struct fault *f = self(ep);
-    const char *why = f->t->failed != NULL ? f->t->failed(f->inner, peer, expected) : NULL;
-    if (why != NULL || f->plan.fails == NULL || strcmp(f->plan.fails, "pair") != 0)
-        return why;
-    *expected = true;
-    return is_failing(f, f->rank) || is_failing(f, peer) ? "it failed for a test" : NULL;
+    return f->t->has_control != NULL && f->inner != NULL && f->t->has_control(f->inner);
 }
 
-static void fault_take_fallback(sp_endpoint *ep, int peer)
+static bool fault_failed(sp_endpoint *ep, int peer, sp_pair_failure *out)
 {
     const struct fault *f = self(ep);
-    bool unused;
-    if (f->t->failed != NULL && f->t->failed(f->inner, peer, &unused) != NULL)
-        f->t->take_fallback(f->inner, peer);
+    if (f->t->failed != NULL && f->t->failed(f->inner, peer, out))
+        return true;
+    *out = (sp_pair_failure){.why = "it failed for a test", .what = "fault"};
+    return f->plan.fails != NULL && strcmp(f->plan.fails, "pair") == 0 &&
+           (is_failing(f, f->rank) || is_failing(f, peer));
 }
 
 static double fault_ns_per_byte(sp_endpoint *ep, int peer)
@@ -271,7 +268,7 @@ static spccl_status fault_progress(sp_endpoint *ep, int *peer, char *text)
 
 static int fault_wait_fd(sp_endpoint *ep)
 {
-    return self(ep)->t->wait_fd(self(ep)->inner);
+    return self(ep)->cut ? -1 : self(ep)->t->wait_fd(self(ep)->inner);
 }
 
 static spccl_status fault_arm(sp_endpoint *ep)
@@ -292,8 +289,14 @@ static void fault_disarm(sp_endpoint *ep)
 
 static void fault_abort_peers(sp_endpoint *ep, const char *text)
 {
-    if (!self(ep)->cut)
+    if (!self(ep)->cut && self(ep)->t->abort_peers != NULL)
         self(ep)->t->abort_peers(self(ep)->inner, text);
+}
+
+static void fault_leave(sp_endpoint *ep)
+{
+    if (!self(ep)->cut && self(ep)->t->leave != NULL)
+        self(ep)->t->leave(self(ep)->inner);
 }
 
 /* ---- puts ---- */
@@ -387,14 +390,13 @@ static size_t fault_memory_bytes(sp_endpoint *ep)
 
 const sp_transport sp_transport_fault = {
     .name = "fault",
-    .fallback = &sp_transport_tcp,
+    .has_control = fault_has_control,
     .ns_per_byte = fault_ns_per_byte,
     .open = fault_open,
     .address = fault_address,
     .can_reach = fault_can_reach,
     .add_peer = fault_add_peer,
     .failed = fault_failed,
-    .take_fallback = fault_take_fallback,
     .connect_step = fault_connect_step,
     .message_max = fault_message_max,
     .reserve = fault_reserve,
@@ -409,5 +411,6 @@ const sp_transport sp_transport_fault = {
     .abort_peers = fault_abort_peers,
     .puts = &fault_puts,
     .memory_bytes = fault_memory_bytes,
+    .leave = fault_leave,
     .close = fault_close,
 };

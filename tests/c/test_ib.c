@@ -228,7 +228,7 @@ static void by_tcp(struct member *m)
     begin_log();
     CHECK_OK(connect_member(m));
     check_log(words[m->rank]);
-    m->t->describe(m->ep, 1 - m->rank, text, sizeof text);
+    describe_peer(m, 1 - m->rank, text, sizeof text);
     CHECK(strstr(text, "tcp, as ib failed") != NULL, "%s", text);
     send_now(m, 1 - m->rank, 1, 3000, 5);
     CHECK_OK(take_now(m, 1 - m->rank, 1, 3000, 5));
@@ -400,7 +400,7 @@ static void share(struct member *m)
     char text[600];
     if (!join_rails(m))
         return;
-    m->t->describe(m->ep, 1 - m->rank, text, sizeof text);
+    describe_peer(m, 1 - m->rank, text, sizeof text);
     CHECK((strstr(text, m->rank == 0 ? "rxe0" : "rxe1") != NULL) == (m->kind != LOST) &&
               (strstr(text, m->rank == 0 ? "rxe2" : "rxe3") != NULL) ==
                   (m->kind == TWO_RAILS || m->kind == THREE_RAILS || m->kind == LOST) &&

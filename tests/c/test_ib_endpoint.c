@@ -192,7 +192,7 @@ static void open_scene(struct scene *s, const struct card *first)
         s->ep.devices[d] = choice.devices[d];
         CHECK_OK(sp_ib_context_open(&choice.devices[d], 16, &s->ep.contexts[d]));
     }
-    p->base->route = SP_BY_NET;
+    p->base->carried = true;
     p->stage = SP_IB_STAGE_DONE;
     p->n_qps = 1; /* on device 0; device 1 was left out at start-up */
     CHECK_OK(sp_ib_link_open(s->ep.contexts[0], 64, 64, &p->qps[0].link, &p->mine.ends[0]));
@@ -304,7 +304,7 @@ static void test_late_completion(void)
     const struct card c = good_card("mlx5_0");
     struct scene s;
     open_scene(&s, &c);
-    s.base[1].route = SP_BY_UNDECIDED;
+    s.base[1].carried = false;
     sp_ib_close_qps(&s.peers[1]);
     for (int kind = 0; kind < 2; kind++) {
         next_completion = (struct ibv_wc){.wr_id = (kind == 0 ? receive : 0) | sp_ib_id(&s.peers[1], 1, 0) |

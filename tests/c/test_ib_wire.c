@@ -98,24 +98,25 @@ static void test_address(void)
     in.ports[1].network = SP_IB_ROCE_IPV6;
     memset(in.ports[1].gid, 0x5a, SP_IB_GID_BYTES);
     head = sp_ib_write_address(&in, bytes);
-    CHECK(sp_ib_read_address(bytes, head + 3, &out) == head && out.n == 2 && out.n_qps == 3 &&
+    CHECK(sp_ib_read_address(bytes, head, &out) && out.n == 2 && out.n_qps == 3 &&
               memcmp(&out.ports, &in.ports, sizeof in.ports) == 0,
           "refused");
-    CHECK(!sp_ib_read_address(bytes, head, &out), "no tcp address");
+    CHECK(!sp_ib_read_address(bytes, head - 1, &out) && !sp_ib_read_address(bytes, head + 1, &out),
+          "the size");
     bytes[6] = SP_IB_NO_DEVICE;
-    CHECK(!sp_ib_read_address(bytes, head + 3, &out), "a port without network");
+    CHECK(!sp_ib_read_address(bytes, head, &out), "a port without network");
     bytes[6] = SP_IB_ROCE_IPV6 + 1;
-    CHECK(!sp_ib_read_address(bytes, head + 3, &out), "an unknown network");
+    CHECK(!sp_ib_read_address(bytes, head, &out), "an unknown network");
     bytes[6] = SP_IB_INFINIBAND;
     bytes[5] = 0;
-    CHECK(!sp_ib_read_address(bytes, head + 3, &out), "no queue pair");
+    CHECK(!sp_ib_read_address(bytes, head, &out), "no queue pair");
     bytes[5] = 9;
-    CHECK(!sp_ib_read_address(bytes, head + 3, &out), "18 queue pairs");
+    CHECK(!sp_ib_read_address(bytes, head, &out), "18 queue pairs");
     bytes[5] = 1;
     bytes[4] = SP_IB_RAILS_MAX + 1;
-    CHECK(!sp_ib_read_address(bytes, sizeof bytes, &out), "five ports");
+    CHECK(!sp_ib_read_address(bytes, 6 + 17 * (SP_IB_RAILS_MAX + 1), &out), "five ports");
     bytes[4] = 0;
-    CHECK(!sp_ib_read_address(bytes, sizeof bytes, &out), "no device");
+    CHECK(!sp_ib_read_address(bytes, 6, &out), "no device");
 }
 
 /* ---- GIDs ---- */
@@ -276,7 +277,7 @@ static void test_rates(void)
         uint32_t got, back;
         for (int d = 0; d < ep.n_devices; d++)
             ep.devices[d].speed_mbps = 100;
-        got = sp_transport_ib.pair_mbps((sp_endpoint *)&ep, bytes, head + 1, cases[i].its_mbps);
+        got = sp_transport_ib.pair_mbps((sp_endpoint *)&ep, bytes, head, cases[i].its_mbps);
         back = sp_ib_rails_mbps(&theirs, cases[i].its_mbps, &ep.address, 100 * ep.address.n);
         CHECK(got == cases[i].want && back == got, "%s and %s: got %u, the peer %u, wanted %u", cases[i].mine,
               cases[i].theirs, got, back, cases[i].want);

@@ -182,7 +182,7 @@ static spccl_status exchange_until_lost(struct member *m)
 static void check_route(struct member *m, const struct scenario *s, const char *start)
 {
     char text[400];
-    m->t->describe(m->ep, 1 - m->rank, text, sizeof text);
+    describe_peer(m, 1 - m->rank, text, sizeof text);
     CHECK(strncmp(text, start, strlen(start)) == 0, "%s", text);
     if (s->outcome == WORKS)
         check_words(s, text);
@@ -338,7 +338,7 @@ static void play_card_in_use(struct member *m)
     }
     if (!join_group(m))
         return;
-    m->t->describe(m->ep, 1 - m->rank, text, sizeof text);
+    describe_peer(m, 1 - m->rank, text, sizeof text);
     if (m->kind == 2)
         CHECK(strstr(text, "tcp, as the plugin failed") != NULL && strstr(text, "device sock1") != NULL &&
                   strstr(text, "transport ib of this process uses this card") != NULL,
@@ -367,6 +367,52 @@ static void test_card_in_use(void)
         m.tcp_too = true;
         run_group(&processes, &m);
     }
+}
+
+/* ---- messages and notes over one endpoint of tcp ---- */
+
+/* Rank 2 cannot use its plugin: its control links carry its messages, while those of ranks 0 and 1 carry notes. Each rank
+ * sees the ends of the ranks above it. */
+static void play_mixed(struct member *m)
+{
+    if (m->rank == 2)
+        setenv("TEST_NET_FAIL", "init", 1);
+    if (!join_group(m))
+        return;
+    for (uint64_t i = 0; i < N_MESSAGES; i++) {
+        for (int peer = 0; peer < m->n; peer++)
+            if (peer != m->rank)
+                send_now(m, peer, i % 2, size_of(m, i), i);
+        for (int peer = 0; peer < m->n; peer++)
+            while (peer != m->rank && try_take(m, peer, i % 2, size_of(m, i), i) == SPCCL_AGAIN) {
+                CHECK(sleep_armed(m), "rank %d: nothing woke it for message %d of rank %d", m->rank, (int)i,
+                      peer);
+                CHECK_OK(progress(m));
+            }
+    }
+    for (int peer = 0; peer < m->n; peer++) {
+        const char *want = m->rank == 2 || peer == 2 ? "tcp, as the plugin failed" : "ncclnet: plugin";
+        char text[400];
+        if (peer == m->rank)
+            continue;
+        flush_now(m, peer);
+        describe_peer(m, peer, text, sizeof text);
+        CHECK(strncmp(text, want, strlen(want)) == 0, "rank %d to %d: %s", m->rank, peer, text);
+    }
+    barrier(m, 1);
+    for (int peer = m->n - 1; peer > m->rank; peer--)
+        CHECK(take_now(m, peer, 0, 1, 0) == SPCCL_ERR_PEER, "rank %d: rank %d has left", m->rank, peer);
+    leave_group(m);
+}
+
+static void test_mixed(void)
+{
+    static const struct environment processes = {"ncclnet", true};
+    struct member m;
+    setenv("SPCCL_NET_PLUGIN", NET_PLUGIN_FOLDER "/libnccl-net-test_all.so", 1);
+    m = make_group(&processes, 3, play_mixed);
+    m.tcp_too = true;
+    run_group(&processes, &m);
 }
 
 /* ---- the wall clock is set while a thread ends ---- */
@@ -436,6 +482,7 @@ int main(int argc, char **argv)
                                              {"lost", test_lost},
                                              {"late_write", test_late_write},
                                              {"card_in_use", test_card_in_use},
+                                             {"mixed", test_mixed},
                                              {"clock_set", test_clock_set},
                                              {"real", test_real},
                                              {NULL, NULL}};

@@ -119,12 +119,12 @@ static void abort_full(struct member *m)
     why[sizeof why - 1] = '\0'; /* longer than the text of an abort: it is cut */
     memcpy(why, "out of luck", 11);
     if (m->rank == 1) {
-        m->t->abort_peers(m->ep, why);
+        sp_links_abort_peers(&m->links, why);
         barrier(m, 2);
         leave_group(m);
         return;
     }
-    while ((st = m->t->progress(m->ep, &peer, text)) == SPCCL_OK)
+    while ((st = progress_to(m, &peer, text)) == SPCCL_OK)
         CHECK(sleep_armed(m), "%s: the abort did not wake this rank", m->t->name);
     CHECK(st == SPCCL_ERR_ABORTED && peer == 1, "%s: %d from %d", m->t->name, (int)st, peer);
     CHECK(strncmp(text, "out of luckxxx", 14) == 0 && strlen(text) < SP_ABORT_TEXT_CAP, "\"%s\"", text);
@@ -156,16 +156,9 @@ static int connect_raw(const struct member *m, int rank)
     const uint8_t *address = m->shared->address[rank].bytes;
     struct sockaddr_un un = {.sun_family = AF_UNIX};
     sp_tcp_address tcp;
-    if (strcmp(m->t->name, "tcp") == 0 || strcmp(m->t->name, "ncclnet") == 0 ||
-        strcmp(m->t->name, "ib") == 0) {
-        const uint8_t *at = address;
-        size_t n = m->shared->address[rank].n_bytes;
-        sp_ib_address ports;
-        if (m->t->name[0] == 'i')
-            at += sp_ib_read_address(address, n, &ports);
-        if (m->t->name[0] == 'n')
-            at += sp_plugin_read_address(address, n);
-        CHECK(sp_tcp_parse_address(at, n - (size_t)(at - address), &tcp), "no address");
+    if (m->shared->control[rank].n_bytes != 0) {
+        CHECK(sp_tcp_parse_address(m->shared->control[rank].bytes, m->shared->control[rank].n_bytes, &tcp),
+              "no address");
         return connect_at((const struct sockaddr *)&tcp.ips.at[tcp.ips.n - 1].storage,
                           tcp.ips.at[tcp.ips.n - 1].bytes);
     }

@@ -7,33 +7,34 @@
 #define WORLD_SIZE 2
 #define SLICE_BYTES 65536
 
-static sp_endpoint *endpoints[SP_TRANSPORTS_MAX];
+static sp_links links;
 
-/* Endpoints of this rank, opened once. Those that this machine lacks stay NULL. */
+/* Endpoints of this rank, opened once: those that this machine has. */
 static void open_endpoints(void)
 {
-    sp_endpoint_config config = {.world_size = WORLD_SIZE, .n_queues = 2, .queue_bytes = 65536};
+    sp_endpoint_config config = {.world_size = WORLD_SIZE,
+                                 .n_queues = 2,
+                                 .queue_bytes = 65536,
+                                 .open_control = sp_links_open_tcp,
+                                 .owner = &links};
     EXPECT(sp_host_identity("fuzz", config.host) == SPCCL_OK);
     for (int i = 0; sp_transports[i] != NULL; i++)
-        if (sp_transports[i]->open(&config, &endpoints[i]) != SPCCL_OK)
-            endpoints[i] = NULL;
+        (void)sp_links_add(&links, sp_transports[i], &config);
 }
 
 static void try_transport(const sp_published *p, int i)
 {
-    sp_published_transport found;
+    const sp_transport *t = links.transports[i];
+    sp_published_transport found, control = {0};
     char why[256] = "";
-    bool reached;
-    if (!sp_published_find(p, sp_transports[i]->name, &found))
+    if (!sp_published_find(p, t->name, &found))
         return;
     EXPECT(found.position >= 0 && found.address >= p->blob + SP_BOOT_HEAD_BYTES &&
            found.address + found.address_bytes <= p->blob + p->bytes);
-    if (endpoints[i] == NULL)
-        return;
-    reached = sp_transports[i]->can_reach(endpoints[i], found.address, found.address_bytes, why, sizeof why);
+    (void)sp_published_find(p, "tcp", &control);
+    if (sp_links_reach(&links, i, &found, &control, why, sizeof why) && t->pair_mbps != NULL)
+        (void)t->pair_mbps(links.endpoints[i], found.address, found.address_bytes, found.mbps);
     EXPECT(memchr(why, '\0', sizeof why) != NULL);
-    if (reached && sp_transports[i]->pair_mbps != NULL)
-        (void)sp_transports[i]->pair_mbps(endpoints[i], found.address, found.address_bytes, found.mbps);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
@@ -54,7 +55,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
         EXPECT(spccl_last_error()[0] != '\0');
         return 0;
     }
-    for (int i = 0; sp_transports[i] != NULL; i++)
+    for (int i = 0; i < links.n_endpoints; i++)
         try_transport(&p, i);
     return 0;
 }

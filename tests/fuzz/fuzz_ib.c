@@ -10,10 +10,9 @@ static void try_address(const uint8_t *data, size_t bytes)
 {
     sp_ib_address a, other;
     sp_ib_pairing pairing;
-    size_t head = sp_ib_read_address(data, bytes, &a);
-    if (head == 0)
+    if (!sp_ib_read_address(data, bytes, &a))
         return;
-    EXPECT(a.n >= 1 && a.n <= SP_IB_RAILS_MAX && head < bytes);
+    EXPECT(a.n >= 1 && a.n <= SP_IB_RAILS_MAX);
     sp_ib_pair(&a, &a, &pairing);
     EXPECT(pairing.n >= 1 && pairing.n <= a.n && pairing.n * pairing.n_qps <= SP_IB_QPS_MAX);
     for (uint32_t i = 0; i < pairing.n; i++)

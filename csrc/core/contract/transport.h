@@ -7,7 +7,7 @@
  * queue never delays another queue: schedules need that to be free of deadlock.
  *
  * The sender reserves space in the queue and writes the message there. The receiver reads the message in
- * place and releases it. No function blocks, with three exceptions. close may wait until what was sent has
+ * place and releases it. No function blocks, with three exceptions. close and leave may wait until what was sent has
  * arrived. puts.open_region waits until memory is registered, puts.close_region until it is released. Each has a
  * deadline (docs/TRANSPORTS.md). Only one thread at a time may use an endpoint. */
 #ifndef SP_TRANSPORT_H
@@ -23,6 +23,9 @@
 #define SP_QUEUES_MAX 4
 #define SP_PUTS_MAX 128u
 
+/* Opaque: each transport casts it to its own struct. */
+typedef struct sp_endpoint sp_endpoint;
+
 typedef struct sp_endpoint_config {
     int rank, world_size;
     uint8_t secret[SP_SECRET_BYTES]; /* the job secret: both ends of every connection prove it */
@@ -33,10 +36,22 @@ typedef struct sp_endpoint_config {
     uint32_t n_sockets;              /* tcp: sockets per peer and queue, 1 .. 16 */
     const char *gpu; /* ib: folder in sysfs of the GPU whose data it carries; NULL or "": none, or unknown */
     uint32_t n_sharing;  /* endpoints of this rank and group that share the link; 0: 1 */
-    bool rates_decide;   /* ncclnet: it fails for a pair whose fallback has the higher rate (link_rate.h) */
+    bool rates_decide;   /* ncclnet: it fails for a pair for which tcp has the higher rate (link_rate.h) */
     uint32_t n_puts;     /* transports with `puts`: most of them under way to a peer, at most SP_PUTS_MAX */
     int64_t deadline_ns; /* for connecting to all peers (clock.h) */
+    /* For transports with has_control: `open` calls it if the transport is usable on this host. *out: the endpoint of tcp
+     * whose links are the control links. The owner of both endpoints opens it with the same config, adds the peers of this
+     * endpoint to it before the first connect_step, sleeps on it too, and closes it after `leave`. */
+    spccl_status (*open_control)(void *owner, const struct sp_endpoint_config *config, sp_endpoint **out);
+    void *owner;
 } sp_endpoint_config;
+
+/* Why a transport does not carry a pair. Texts are valid until close. */
+typedef struct sp_pair_failure {
+    const char *why;
+    const char *what; /* failed: "the plugin". NULL: tcp is faster, as `why` says */
+    bool expected;    /* no warning is needed */
+} sp_pair_failure;
 
 /* A network device, and whether it could reach GPU memory (GPUDirect RDMA). */
 typedef struct sp_net_device {
@@ -46,9 +61,6 @@ typedef struct sp_net_device {
     bool pointers;      /* it registers GPU pointers if the kernel module nvidia_peermem is there */
     char why[120];      /* why dmabuf is false */
 } sp_net_device;
-
-/* Opaque: each transport casts it to its own struct. */
-typedef struct sp_endpoint sp_endpoint;
 
 /* ---- puts: the network device reads this rank's memory and writes the peer's, without a copy in between ---- */
 
@@ -96,16 +108,14 @@ typedef struct sp_transport_puts {
 
 typedef struct sp_transport {
     const char *name; /* "shm" */
-    /* This transport may fail for single pairs at start-up, and its endpoints can carry such pairs over this other one.
-     * Their owner decides: see `failed`. NULL: it fails for all pairs or none. */
-    const struct sp_transport *fallback;
+    /* Messages cross a network over which NCCL may move GPU memory without the host (GPUDirect RDMA). */
+    bool is_rdma;
+    /* Has this endpoint called open_control? Then each of its pairs has a control link, over which both ranks say how to
+     * connect, and later when they leave or give up. NULL: no. */
+    bool (*has_control)(sp_endpoint *ep);
     /* Time to move one byte to the peer, without encode and decode. The choice of format uses it. A transport may
      * learn it from what it sent: the answer may change, and need not be the same on both ends. */
     double (*ns_per_byte)(sp_endpoint *ep, int peer);
-
-    /* Once connected: do messages to the peer cross a network over which NCCL may move GPU memory without the host
-     * (GPUDirect RDMA)? NULL: no. */
-    bool (*is_rdma)(sp_endpoint *ep, int peer);
 
     /* Mbit/s of the network cards that this endpoint uses, 0 if unknown. NULL: unknown, or no network. */
     uint32_t (*rate_mbps)(sp_endpoint *ep);
@@ -133,12 +143,11 @@ typedef struct sp_transport {
     void (*local_ip)(sp_endpoint *ep, int peer, char *out, size_t cap);
     /* Use this transport between this rank and `peer`. Called before the first connect_step. */
     spccl_status (*add_peer)(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes);
-    /* With a fallback, after connect_step has returned OK, for an added peer: why this transport does not carry the pair;
-     * *expected: that needs no warning. The text is valid until close. NULL: it does. Both ends get the same answer. */
-    const char *(*failed)(sp_endpoint *ep, int peer, bool *expected);
-    /* With a fallback: carry the pair, which has failed, over it. Without this call the endpoint carries no message of the
-     * pair. */
-    void (*take_fallback)(sp_endpoint *ep, int peer);
+    /* After connect_step has returned OK, for an added peer: true if this transport does not carry the pair. Both ends get
+     * the same answer. NULL: it fails for all pairs or none. */
+    bool (*failed)(sp_endpoint *ep, int peer, sp_pair_failure *out);
+    /* tcp: the link to the peer was a control link until now. It carries messages instead, which alone `flushed` counts. */
+    void (*begin_messages)(sp_endpoint *ep, int peer);
     /* Continue connecting. Returns SPCCL_AGAIN until every added peer is connected in both directions.
      * A connection that does not prove the job secret (wrong secret, noise, silence) is closed and logged;
      * the others go on. Errors: TIMEOUT (the deadline passed; names the missing ranks), AUTH (a peer refused
@@ -178,13 +187,16 @@ typedef struct sp_transport {
      * a sleep only if the last reserve on that queue returned SPCCL_AGAIN. */
     spccl_status (*arm)(sp_endpoint *ep);
     void (*disarm)(sp_endpoint *ep);
-    /* Tell every peer that this rank gives up. Best effort; does not use the queues, which may be full. */
+    /* Tell every peer that this rank gives up. Best effort; does not use the queues, which may be full. NULL: the control
+     * links do that. */
     void (*abort_peers)(sp_endpoint *ep, const char *text);
 
     const sp_transport_puts *puts; /* NULL: it has no puts */
 
     /* Bytes of memory of the queues. The rank that made a shared segment counts it. */
     size_t (*memory_bytes)(sp_endpoint *ep);
+    /* With has_control: send what is queued, and say so over the control links, which still are open. Then only close. */
+    void (*leave)(sp_endpoint *ep);
     /* Close the endpoint. Accepts NULL, and an endpoint that is not connected to all peers yet. Leaves no
      * file, segment, socket or thread behind. */
     void (*close)(sp_endpoint *ep);

@@ -28,8 +28,7 @@ static sp_between_hosts between_hosts(const spccl_comm *comm, uint32_t wanted)
         return wanted == 1 ? SP_BETWEEN_HOSTS_ON : SP_BETWEEN_HOSTS_OFF;
     for (int p = 0; p < comm->world_size; p++) {
         const sp_link *link = &comm->links.peers[p];
-        if (link->transport != NULL && link->transport->is_rdma != NULL &&
-            link->transport->is_rdma(link->ep, p))
+        if (link->transport != NULL && link->transport->is_rdma)
             return SP_BETWEEN_HOSTS_RDMA;
     }
     return SP_BETWEEN_HOSTS_ON;

@@ -87,7 +87,8 @@ static void write_link(const sp_gpu_comm *g, int peer, char *text, size_t cap)
     for (int i = 0; i < r->n_peers; i++)
         direct = direct || (r->proxies[0].peers[i].rank == peer && r->proxies[0].peers[i].at.direct);
     snprintf(text, cap, "%s; GPU: %u prox%s over %s, rings in %s memory", link, r->n_proxies,
-             r->n_proxies == 1 ? "y" : "ies", r->transport->name, direct ? "GPU" : "pinned");
+             r->n_proxies == 1 ? "y" : "ies", r->proxies[0].thread.links.peers[peer].transport->name,
+             direct ? "GPU" : "pinned");
 }
 
 void sp_gpu_info_write_links(sp_gpu_comm *g)

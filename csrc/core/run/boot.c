@@ -14,7 +14,7 @@
 
 #define BOOT_MAGIC 0x54425053u   /* "SPBT" */
 #define BOOT_REFUSAL 0x46525053u /* "SPRF": u32 magic, u32 status, zeros to SP_BOOT_HEAD_BYTES, text */
-#define WIRE_VERSION 5u
+#define WIRE_VERSION 6u
 #define REFUSAL_CAP 600u
 #define REFUSAL_BYTES (SP_BOOT_HEAD_BYTES + REFUSAL_CAP)
 #define KEY_CAP 200
@@ -94,32 +94,25 @@ static spccl_status open_all(sp_links *links, const sp_boot_config *c, const sp_
 {
     const sp_transport *list[SP_TRANSPORTS_MAX];
     char tried[600] = "";
-    size_t n = 0;
+    size_t n = 0, n_opened = 0;
     SP_TRY(sp_transport_parse_list(c->transports, list, SP_TRANSPORTS_MAX, &n));
     for (size_t i = 0; i < n; i++) {
-        sp_endpoint *ep = NULL;
-        spccl_status st = list[i]->open(ec, &ep);
+        spccl_status st = sp_links_add(links, list[i], ec);
         links->tcp_too = links->tcp_too || list[i] == sp_transport_find("tcp");
-        if (st != SPCCL_OK) {
-            char reason[512];
-            bool no_descriptors = sp_error_is_descriptors();
-            snprintf(reason, sizeof reason, "%s", spccl_last_error()); /* close may set another */
-            list[i]->close(ep);
-            sp_set_error(reason);
-            /* Without descriptors each rank may be left with another transport, and none in common. */
-            if (n == 1 || no_descriptors)
-                return st;
-            sp_log(SP_LOG_WARN, c->rank, "transport %s is left out: %s", list[i]->name, spccl_last_error());
-            snprintf(tried + strlen(tried), sizeof tried - strlen(tried), "%s%s: %.180s", i != 0 ? "; " : "",
-                     list[i]->name, sp_without_rank(spccl_last_error(), c->rank));
+        n_opened += st == SPCCL_OK;
+        if (st == SPCCL_OK)
             continue;
-        }
-        links->transports[links->n_endpoints] = list[i];
-        links->endpoints[links->n_endpoints++] = ep;
+        /* Without descriptors each rank may be left with another transport, and none in common. */
+        if (n == 1 || sp_error_is_descriptors())
+            return st;
+        sp_log(SP_LOG_WARN, c->rank, "transport %s is left out: %s", list[i]->name, spccl_last_error());
+        snprintf(tried + strlen(tried), sizeof tried - strlen(tried), "%s%s: %.180s", i != 0 ? "; " : "",
+                 list[i]->name, sp_without_rank(spccl_last_error(), c->rank));
     }
-    if (links->n_endpoints == 0)
+    if (n_opened == 0)
         return SP_FAIL(SPCCL_ERR_UNREACHABLE, "rank %d: no transport could be opened: %s", c->rank, tried);
-    return SPCCL_OK;
+    return links->tcp == NULL || links->tcp_too ? SPCCL_OK
+                                                : sp_links_add(links, sp_transport_find("tcp"), ec);
 }
 
 static spccl_status open_endpoints(sp_links *links, const sp_boot_config *c)
@@ -131,7 +124,9 @@ static spccl_status open_endpoints(sp_links *links, const sp_boot_config *c)
                              .n_queues = 2,
                              .queue_bytes = c->queue_bytes,
                              .n_sockets = c->n_sockets,
-                             .deadline_ns = c->deadline_ns};
+                             .deadline_ns = c->deadline_ns,
+                             .open_control = sp_links_open_tcp,
+                             .owner = links};
     spccl_status st;
     links->rates_decide = c->rates_decide;
     memcpy(ec.secret, links->secret, SP_SECRET_BYTES);
@@ -156,7 +151,8 @@ static spccl_status publish(sp_links *links, const spccl_store *store, const sp_
     sp_store_le32(blob + SP_BOOT_RATES_AT, c->rates_decide ? 1 : 0);
     for (int i = 0; i < links->n_endpoints; i++) {
         const sp_transport *t = links->transports[i];
-        const char *name = t->name;
+        bool is_listed = links->endpoints[i] != links->tcp || links->tcp_too;
+        const char *name = is_listed ? t->name : "control";
         size_t name_bytes = strlen(name), address_bytes = 0;
         sp_store_le32(blob + n, (uint32_t)name_bytes);
         memcpy(blob + n + 4, name, name_bytes);

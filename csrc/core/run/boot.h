@@ -18,6 +18,7 @@ typedef struct sp_link {
     char text[SP_LINK_TEXT_CAP]; /* "shm: same host" */
 } sp_link;
 
+/* Endpoints of one thread, and which of them reaches each peer. Proxies and port channels have sp_links of their own. */
 typedef struct sp_links {
     int rank, world_size;
     sp_hosts *hosts;                /* owned; NULL if all ranks are on one host */
@@ -26,6 +27,10 @@ typedef struct sp_links {
     int n_endpoints;                /* endpoints in use */
     const sp_transport *transports[SP_TRANSPORTS_MAX];
     sp_endpoint *endpoints[SP_TRANSPORTS_MAX];
+    /* Of transport tcp, among `endpoints`: it has tcp's messages, and the control links (transport.h). NULL: none. */
+    sp_endpoint *tcp;
+    bool notes_only;                        /* no messages take it */
+    int64_t notes_ns;                       /* the last look at its notes; 0: none since the last sleep */
     uint32_t rates_mbps[SP_TRANSPORTS_MAX]; /* of the endpoints, as published; 0: unknown */
     size_t message_max;                     /* smallest over the endpoints */
     uint8_t secret[SP_SECRET_BYTES];        /* for later connections, which exchange GPU memory */
@@ -57,11 +62,13 @@ void sp_links_close(sp_links *links);
  * address, so that no peer waits until the deadline. Keeps the last error. */
 void sp_boot_refuse(const spccl_store *store, const sp_boot_config *config, spccl_status st);
 
-/* Which transport a pair takes when its own fails at start-up is decided in boot_links.c alone. An endpoint brings its
- * control links and its fallback (segments.h). So whoever opens endpoints besides sp_links_open, as proxies and port
- * channels do, calls this one function for each, after its connect_step has returned OK: the pairs of `t` in `links` for
- * which the endpoint failed take the fallback, with one warning. Errors: UNREACHABLE (tcp is not among the transports). */
-spccl_status sp_take_fallbacks(const sp_links *links, const sp_transport *t, sp_endpoint *ep);
+/* Proxies and port channels set rank, world_size, peers and tcp_too, and call these and sp_links_add_peer. */
+/* Open an endpoint. config->open_control is sp_links_open_tcp, with the links. Errors: those of the transport. (links.c) */
+spccl_status sp_links_add(sp_links *links, const sp_transport *t, const sp_endpoint_config *config);
+spccl_status sp_links_open_tcp(void *links, const sp_endpoint_config *config, sp_endpoint **out);
+/* Continue connecting. At the end pairs whose transport failed take their control link, with one warning. Errors: AGAIN,
+ * UNREACHABLE (a pair failed, and tcp is not among the transports), and those of connect_step. (boot_links.c) */
+spccl_status sp_links_connect_step(sp_links *links);
 
 /* Each calls the function of that name (transport.h) of every endpoint in use. */
 spccl_status sp_links_progress(sp_links *links); /* ABORTED with the peer's text */
@@ -69,6 +76,11 @@ spccl_status sp_links_arm(sp_links *links);
 void sp_links_disarm(sp_links *links);
 void sp_links_abort_peers(sp_links *links, const char *text);
 size_t sp_links_memory_bytes(sp_links *links);
+
+static inline bool sp_has_control(const sp_transport *t, sp_endpoint *ep)
+{
+    return ep != NULL && t->has_control != NULL && t->has_control(ep);
+}
 
 /* The queue functions of transport.h, for the endpoint that reaches `peer`. */
 static inline spccl_status sp_link_reserve(sp_links *l, int peer, int queue, size_t bytes, void **out)

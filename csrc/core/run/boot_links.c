@@ -69,8 +69,8 @@ static uint32_t pair_mbps(const sp_links *links, const struct candidate *c)
 
 /* Find the transports that both ranks offer and that reach the peer, in the order of the lower rank. `tried` gets why the
  * others do not. Returns their number. */
-static int find_candidates(const sp_links *links, int peer, const sp_published *p, struct candidate *out,
-                           char tried[600])
+static int find_candidates(const sp_links *links, int peer, const sp_published *p,
+                           const sp_published_transport *control, struct candidate *out, char tried[600])
 {
     int n = 0;
     for (int i = 0; i < links->n_endpoints; i++) {
@@ -78,12 +78,14 @@ static int find_candidates(const sp_links *links, int peer, const sp_published *
         struct candidate c = {.i = i};
         size_t used = strlen(tried);
         int at = n;
+        if (links->endpoints[i] == links->tcp && !links->tcp_too)
+            continue;
         if (!sp_published_find(p, t->name, &c.peer)) {
             snprintf(tried + used, 600 - used, "%s%s: the peer does not offer it", used != 0 ? "; " : "",
                      t->name);
             continue;
         }
-        if (!t->can_reach(links->endpoints[i], c.peer.address, c.peer.address_bytes, c.why, sizeof c.why)) {
+        if (!sp_links_reach(links, i, &c.peer, control, c.why, sizeof c.why)) {
             snprintf(tried + used, 600 - used, "%s%s: %s", used != 0 ? "; " : "", t->name, c.why);
             continue;
         }
@@ -106,17 +108,17 @@ static int order_of(const sp_transport *t)
     return i;
 }
 
-/* The next one after found[best]. The fallback is none: it needs no endpoint of its own. Of two transports that may fail
- * for single pairs the later one of sp_transports is the next one, so no two wait for each other. */
+/* The next one after found[best]. The control link is none: it is there. Of two transports that may fail for single pairs
+ * the later one of sp_transports is the next one, so no two wait for each other. */
 static void find_next(const sp_links *links, int peer, const struct candidate *found, int n, int best,
                       struct next *next)
 {
     const sp_transport *its = links->peers[peer].transport;
-    for (int k = best + 1; its->fallback != NULL && k < n; k++) {
+    for (int k = best + 1; its->failed != NULL && k < n; k++) {
         const sp_transport *t = links->transports[found[k].i];
-        if (t == its->fallback)
+        if (links->endpoints[found[k].i] == links->tcp && sp_has_control(its, links->peers[peer].ep))
             return;
-        if (t->fallback != NULL && order_of(t) < order_of(its))
+        if (t->failed != NULL && order_of(t) < order_of(its))
             continue;
         *next = (struct next){.transport = t,
                               .ep = links->endpoints[found[k].i],
@@ -132,10 +134,14 @@ static spccl_status pick(sp_links *links, const sp_boot_config *c, int peer, con
                          struct next *next)
 {
     struct candidate found[SP_TRANSPORTS_MAX];
+    sp_published_transport control;
     uint32_t mbps[SP_TRANSPORTS_MAX];
     char tried[600] = "", faster[64] = "";
     sp_link *link = &links->peers[peer];
-    int n = find_candidates(links, peer, p, found, tried), best;
+    int n, best;
+    if (!sp_published_find(p, "tcp", &control) && !sp_published_find(p, "control", &control))
+        control = (sp_published_transport){0};
+    n = find_candidates(links, peer, p, &control, found, tried);
     if (n == 0)
         return SP_FAIL(SPCCL_ERR_UNREACHABLE,
                        "rank %d: no transport reaches rank %d (%s): see SPCCL_TRANSPORTS and `spccl info`",
@@ -146,22 +152,19 @@ static spccl_status pick(sp_links *links, const sp_boot_config *c, int peer, con
     if (best != 0)
         snprintf(faster, sizeof faster, ", %.1f Gbit/s; %s has %.1f", mbps[best] / 1e3,
                  links->transports[found[0].i]->name, mbps[0] / 1e3);
-    link->transport = links->transports[found[best].i];
-    link->ep = links->endpoints[found[best].i];
+    SP_TRY(sp_links_add_peer(links, peer, found[best].i, &found[best].peer, &control));
     snprintf(link->text, sizeof link->text, "%s: %.*s%s", link->transport->name, best != 0 ? 80 : 140,
              found[best].why, faster);
-    SP_TRY(
-        link->transport->add_peer(link->ep, peer, found[best].peer.address, found[best].peer.address_bytes));
     find_next(links, peer, found, n, best, next);
     return SPCCL_OK;
 }
 
 /* ---- connecting ---- */
 
-/* nexts: [world_size]. */
+/* nexts: [world_size], or NULL. */
 static bool is_a_next(const sp_links *links, const struct next *nexts, const sp_endpoint *ep)
 {
-    for (int r = 0; r < links->world_size; r++)
+    for (int r = 0; nexts != NULL && r < links->world_size; r++)
         if (nexts[r].ep == ep)
             return true;
     return false;
@@ -172,11 +175,15 @@ static void drop_unused(sp_links *links, const struct next *nexts)
 {
     int n = 0;
     for (int i = 0; i < links->n_endpoints; i++) {
-        bool used = is_a_next(links, nexts, links->endpoints[i]);
-        for (int r = 0; r < links->world_size; r++)
-            used = used || links->peers[r].ep == links->endpoints[i];
+        sp_endpoint *ep = links->endpoints[i];
+        bool used = is_a_next(links, nexts, ep);
+        for (int r = 0; r < links->world_size; r++) {
+            const sp_link *link = &links->peers[r];
+            used = used || link->ep == ep || (ep == links->tcp && sp_has_control(link->transport, link->ep));
+        }
         if (!used) {
-            links->transports[i]->close(links->endpoints[i]);
+            links->tcp = ep == links->tcp ? NULL : links->tcp;
+            links->transports[i]->close(ep);
             continue;
         }
         links->transports[n] = links->transports[i];
@@ -185,24 +192,19 @@ static void drop_unused(sp_links *links, const struct next *nexts)
     links->n_endpoints = n;
 }
 
-/* Connect all endpoints but those that are a next one: they may get more peers. */
-static spccl_status connect_all(sp_links *links, const struct next *nexts)
+/* Continue to connect all endpoints but those that are a next one: they may get more peers. */
+static spccl_status connect_step(sp_links *links, const struct next *nexts)
 {
-    for (;;) {
-        bool again = false;
-        for (int i = 0; i < links->n_endpoints; i++) {
-            spccl_status st = is_a_next(links, nexts, links->endpoints[i])
-                                  ? SPCCL_OK
-                                  : links->transports[i]->connect_step(links->endpoints[i]);
-            if (st == SPCCL_AGAIN)
-                again = true;
-            else if (st != SPCCL_OK)
-                return st;
-        }
-        if (!again)
-            return SPCCL_OK;
-        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL); /* start-up only */
+    spccl_status all = SPCCL_OK;
+    for (int i = 0; i < links->n_endpoints; i++) {
+        spccl_status st = is_a_next(links, nexts, links->endpoints[i])
+                              ? SPCCL_OK
+                              : links->transports[i]->connect_step(links->endpoints[i]);
+        if (st != SPCCL_OK && st != SPCCL_AGAIN)
+            return st;
+        all = st == SPCCL_OK ? all : st;
     }
+    return all;
 }
 
 /* Give the pairs whose transport has failed to the next one. The peers do the same: both ends of a pair know that it
@@ -215,17 +217,16 @@ static spccl_status take_next(sp_links *links, struct next *nexts, bool *any)
     for (int peer = 0; peer < links->world_size; peer++) {
         sp_link *link = &links->peers[peer];
         struct next *next = &nexts[peer];
-        bool expected = false;
-        const char *why;
+        sp_pair_failure f;
         if (next->ep == NULL || next->waits)
             continue;
         *any = true;
-        why = link->transport->failed(link->ep, peer, &expected);
-        if (why != NULL) {
+        if (link->transport->failed(link->ep, peer, &f)) {
             next->failed = link->transport;
-            snprintf(next->why, sizeof next->why, "%s", why);
+            snprintf(next->why, sizeof next->why, "%s", f.why);
             link->transport = next->transport;
             link->ep = next->ep;
+            snprintf(link->text, sizeof link->text, "%s", link->transport->name);
             SP_TRY(next->transport->add_peer(next->ep, peer, next->address, next->address_bytes));
         }
         next->ep = NULL;
@@ -233,34 +234,60 @@ static spccl_status take_next(sp_links *links, struct next *nexts, bool *any)
     return SPCCL_OK;
 }
 
-spccl_status sp_take_fallbacks(const sp_links *links, const sp_transport *t, sp_endpoint *ep)
+/* The pairs of a transport that has failed for them are carried by their control links. */
+static spccl_status take_control_links(sp_links *links, const sp_transport *t)
 {
+    const sp_transport *tcp = sp_transport_find("tcp");
     struct {
         sp_rank_list ranks;
         const char *why;           /* of the first */
     } failed[2] = {{.why = NULL}}; /* [1]: expected */
-    for (int peer = 0; t->fallback != NULL && peer < links->world_size; peer++) {
-        bool expected = false;
-        const char *why = links->peers[peer].transport == t ? t->failed(ep, peer, &expected) : NULL;
-        if (why == NULL)
+    for (int peer = 0; peer < links->world_size; peer++) {
+        sp_link *link = &links->peers[peer];
+        sp_pair_failure f;
+        if (link->transport != t || !t->failed(link->ep, peer, &f))
             continue;
-        failed[expected].why = failed[expected].ranks.n == 0 ? why : failed[expected].why;
-        sp_rank_list_add(&failed[expected].ranks, peer);
-        t->take_fallback(ep, peer);
+        failed[f.expected].why = failed[f.expected].ranks.n == 0 ? f.why : failed[f.expected].why;
+        sp_rank_list_add(&failed[f.expected].ranks, peer);
+        if (!links->tcp_too)
+            continue;
+        link->transport = tcp;
+        link->ep = links->tcp;
+        tcp->begin_messages(link->ep, peer);
+        snprintf(link->text, sizeof link->text, "%s%s%s%s", f.what != NULL ? "tcp, as " : "",
+                 f.what != NULL ? f.what : "", f.what != NULL ? " failed: " : "", f.why);
     }
     for (int i = 0; i < 2; i++) {
         if (failed[i].ranks.n == 0)
             continue;
         if (!links->tcp_too)
-            return SP_FAIL(
-                SPCCL_ERR_UNREACHABLE,
-                "rank %d: no connection over %s with rank %s, and %s is not among the transports: %s",
-                links->rank, t->name, failed[i].ranks.text, t->fallback->name, failed[i].why);
+            return SP_FAIL(SPCCL_ERR_UNREACHABLE,
+                           "rank %d: no connection over %s with rank %s, and tcp is not among the "
+                           "transports: %s",
+                           links->rank, t->name, failed[i].ranks.text, failed[i].why);
         sp_log(i == 1 ? SP_LOG_INFO : SP_LOG_WARN, links->rank,
-               "%s: %s is used in place of %s with rank %s: %s", t->name, t->fallback->name, t->name,
-               failed[i].ranks.text, failed[i].why);
+               "%s: tcp is used in place of %s with rank %s: %s", t->name, t->name, failed[i].ranks.text,
+               failed[i].why);
     }
     return SPCCL_OK;
+}
+
+/* All endpoints are connected. */
+static spccl_status end_connecting(sp_links *links)
+{
+    for (int i = 0; i < links->n_endpoints; i++)
+        if (links->transports[i]->failed != NULL)
+            SP_TRY(take_control_links(links, links->transports[i]));
+    links->notes_only = links->tcp != NULL;
+    for (int r = 0; r < links->world_size; r++)
+        links->notes_only = links->notes_only && links->peers[r].ep != links->tcp;
+    return SPCCL_OK;
+}
+
+spccl_status sp_links_connect_step(sp_links *links)
+{
+    SP_TRY(connect_step(links, NULL));
+    return end_connecting(links);
 }
 
 /* One warning for all pairs that took the same next transport. */
@@ -283,11 +310,7 @@ static void log_next(const sp_links *links, const struct next *nexts)
 static void write_text(sp_link *link, int peer, const struct next *next)
 {
     size_t used;
-    if (link->transport == NULL)
-        return;
-    if (next->failed != NULL)
-        snprintf(link->text, sizeof link->text, "%s", link->transport->name);
-    if (link->transport->describe != NULL)
+    if (link->transport != NULL && link->transport->describe != NULL)
         link->transport->describe(link->ep, peer, link->text, sizeof link->text);
     used = strlen(link->text);
     if (next->failed != NULL)
@@ -303,13 +326,15 @@ static spccl_status connect_links(sp_links *links, const sp_boot_config *c, cons
             SP_TRY(pick(links, c, peer, &all[peer], &nexts[peer]));
     for (bool any = true; any;) {
         /* Also one that failed for all its peers: its cards are free for the next one. */
+        spccl_status st;
         drop_unused(links, nexts);
-        SP_TRY(connect_all(links, nexts));
+        while ((st = connect_step(links, nexts)) == SPCCL_AGAIN)
+            nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL); /* start-up only */
+        SP_TRY(st);
         SP_TRY(take_next(links, nexts, &any));
     }
     log_next(links, nexts);
-    for (int i = 0; i < links->n_endpoints; i++)
-        SP_TRY(sp_take_fallbacks(links, links->transports[i], links->endpoints[i]));
+    SP_TRY(end_connecting(links));
     for (int r = 0; r < links->world_size; r++)
         write_text(&links->peers[r], r, &nexts[r]);
     for (int i = 0; i < links->n_endpoints; i++)

@@ -21,7 +21,7 @@ typedef struct sp_published {
     uint8_t blob[SP_BOOT_BLOB_CAP];
 } sp_published;
 
-/* A transport in what a rank published. */
+/* A transport in what a rank published. Zeros: there is none. */
 typedef struct sp_published_transport {
     int position; /* in that rank's order */
     uint32_t mbps;
@@ -36,8 +36,16 @@ spccl_status sp_published_check(const sp_boot_config *c, int peer, const sp_publ
  * does not offer it, or the bytes end too early. */
 bool sp_published_find(const sp_published *p, const char *name, sp_published_transport *out);
 
+/* Does endpoint i reach a peer? its: the address there. control: that of its control link, which some endpoints need.
+ * `why` as of can_reach. (links.c) */
+bool sp_links_reach(const sp_links *links, int i, const sp_published_transport *its,
+                    const sp_published_transport *control, char *why, size_t cap);
+/* Use it. (links.c) */
+spccl_status sp_links_add_peer(sp_links *links, int peer, int i, const sp_published_transport *its,
+                               const sp_published_transport *control);
+
 /* Choose the transport of each link, connect, and close the endpoints that no link uses. If a transport fails for a pair,
- * the next one is tried, or its fallback carries the pair. all: [world_size], this rank's entry is not used. Errors: UNREACHABLE,
+ * the next one is tried, or its control link carries the pair. all: [world_size], this rank's entry is not used. Errors: UNREACHABLE,
  * TIMEOUT, AUTH, and those of the transports. */
 spccl_status sp_boot_connect(sp_links *links, const sp_boot_config *c, const sp_published *all);
 

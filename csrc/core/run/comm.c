@@ -323,9 +323,9 @@ spccl_status spccl_comm_local_ip(spccl_comm *comm, const char **out_text)
     SP_TRY(check_text(comm, __func__, out_text));
     comm->local_ip[0] = '\0';
     for (int peer = 0; peer < comm->world_size && comm->local_ip[0] == '\0'; peer++) {
-        const sp_link *l = &comm->links.peers[peer];
-        if (peer != comm->rank && l->transport->local_ip != NULL)
-            l->transport->local_ip(l->ep, peer, comm->local_ip, sizeof comm->local_ip);
+        const sp_transport *t = comm->links.peers[peer].transport;
+        if (peer != comm->rank && comm->links.tcp != NULL && (t->has_control != NULL || t->local_ip != NULL))
+            sp_transport_find("tcp")->local_ip(comm->links.tcp, peer, comm->local_ip, sizeof comm->local_ip);
     }
     *out_text = comm->local_ip[0] != '\0' ? comm->local_ip : "127.0.0.1";
     return SPCCL_OK;

@@ -65,11 +65,11 @@ static spccl_status apply(const sp_port *port, int peer, const uint8_t *message,
 static spccl_status take_messages(sp_port *port, int peer, bool *moved)
 {
     sp_port_peer *p = &port->peers[peer];
-    const sp_transport *t = p->over->transport;
+    sp_links *links = &port->thread.links;
     for (int i = 0; i < TAKE_MAX && !p->gone; i++) {
         const void *message = NULL;
         size_t bytes = 0;
-        spccl_status st = t->peek(p->over->ep, peer, 0, &message, &bytes);
+        spccl_status st = sp_link_peek(links, peer, 0, &message, &bytes);
         if (st == SPCCL_AGAIN)
             return SPCCL_OK;
         if (st == SPCCL_ERR_PEER) {
@@ -81,7 +81,7 @@ static spccl_status take_messages(sp_port *port, int peer, bool *moved)
         if (st != SPCCL_OK)
             return SP_FAIL(st, "rank %d sent %s: do all ranks run the same version of spccl?", peer,
                            spccl_last_error());
-        SP_TRY(t->release(p->over->ep, peer, 0));
+        SP_TRY(sp_link_release(links, peer, 0));
         *moved = true;
     }
     return SPCCL_OK;
@@ -120,12 +120,12 @@ static spccl_status send_part(sp_port *port, int peer, uint32_t index, const spc
 {
     const sp_port_peer *p = &port->peers[peer];
     sp_port_channel *ch = &p->channels[index];
-    const sp_transport *t = p->over->transport;
+    sp_links *links = &port->thread.links;
     uint64_t left = trigger->bytes - ch->sent_bytes,
              part = left < SP_PORT_CHUNK_BYTES ? left : SP_PORT_CHUNK_BYTES;
     void *space = NULL;
     uint8_t *message;
-    spccl_status st = t->reserve(p->over->ep, peer, 0, SP_PORT_HEAD_BYTES + part, &space);
+    spccl_status st = sp_link_reserve(links, peer, 0, SP_PORT_HEAD_BYTES + part, &space);
     if (st == SPCCL_ERR_PEER)
         return SP_FAIL(
             SPCCL_ERR_PEER,
@@ -141,7 +141,7 @@ static spccl_status send_part(sp_port *port, int peer, uint32_t index, const spc
                                                                  : ch->signals_sent + 1);
     sp_store_le64(message + 24, part);
     memcpy(message + SP_PORT_HEAD_BYTES, port->c->window_host + trigger->src_off + ch->sent_bytes, part);
-    SP_TRY(t->commit(p->over->ep, peer, 0, 0)); /* all messages of channels are equally urgent */
+    SP_TRY(sp_link_commit(links, peer, 0, 0)); /* all messages of channels are equally urgent */
     ch->sent_bytes += part;
     ch->signals_sent += trigger->op == SPCCL_TRIGGER_SIGNAL;
     return SPCCL_OK;
@@ -180,14 +180,9 @@ static spccl_status serve(sp_port *port, int peer, uint32_t index, bool *moved)
 spccl_status sp_port_round(sp_port *port, bool *moved)
 {
     const spccl_channels *c = port->c;
-    char text[SP_ABORT_TEXT_CAP];
-    int from = -1;
-    for (int i = 0; i < port->thread.n_endpoints; i++) {
-        const sp_proxy_endpoint *e = &port->thread.endpoints[i];
-        SP_TRY(e->transport->progress(e->ep, &from, text));
-    }
+    SP_TRY(sp_links_progress(&port->thread.links));
     for (int peer = 0; peer < c->g->comm->world_size; peer++) {
-        if (port->peers[peer].over == NULL)
+        if (peer == c->g->comm->rank)
             continue;
         SP_TRY(take_messages(port, peer, moved));
         for (uint32_t index = 0; index < c->n_per_peer; index++)
@@ -200,7 +195,7 @@ bool sp_port_is_done(const sp_port *port)
 {
     const spccl_channels *c = port->c;
     for (int peer = 0; peer < c->g->comm->world_size; peer++)
-        for (uint32_t index = 0; port->peers[peer].over != NULL && index < c->n_per_peer; index++) {
+        for (uint32_t index = 0; peer != c->g->comm->rank && index < c->n_per_peer; index++) {
             const sp_port_channel *ch = &port->peers[peer].channels[index];
             if (load(ch->posted) != load(ch->done))
                 return false;

@@ -13,20 +13,6 @@ _Static_assert(SP_PORT_HEAD_BYTES + SP_PORT_CHUNK_BYTES <= QUEUE_BYTES / 4, "the
 
 /* ---- opening ---- */
 
-/* The endpoint reaches the peers whose link has its transport. */
-static spccl_status open_endpoint(sp_port *port, const sp_transport *transport, int64_t deadline_ns)
-{
-    const spccl_comm *comm = port->c->g->comm;
-    sp_endpoint_config ec = {.group_tag = UINT64_C(0x53504348414e4e00) + port->c->g->n_channel_sets,
-                             .queue_bytes = QUEUE_BYTES,
-                             .deadline_ns = deadline_ns};
-    uint64_t peers = 0;
-    for (int p = 0; p < comm->world_size; p++)
-        if (p != comm->rank && comm->links.peers[p].transport == transport)
-            peers |= UINT64_C(1) << p;
-    return sp_proxy_thread_add(&port->thread, transport, peers, &ec);
-}
-
 static void find_words(sp_port *port, int peer)
 {
     const spccl_channels *c = port->c;
@@ -49,6 +35,9 @@ spccl_status sp_port_open(spccl_channels *c, const sp_channels_deadlines *d)
     const spccl_comm *comm = c->g->comm;
     size_t n = (size_t)(comm->world_size - 1) * c->n_per_peer;
     sp_port *port = sp_calloc(1, sizeof *port);
+    sp_endpoint_config ec = {.group_tag = UINT64_C(0x53504348414e4e00) + c->g->n_channel_sets,
+                             .queue_bytes = QUEUE_BYTES,
+                             .deadline_ns = d->step_ns};
     c->g->n_channel_sets++; /* after a failure too: the number is the same on all ranks */
     if (port == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: the proxy of a set of channels: %zu bytes", comm->rank,
@@ -60,15 +49,10 @@ spccl_status sp_port_open(spccl_channels *c, const sp_channels_deadlines *d)
     port->channels = sp_calloc(n != 0 ? n : 1, sizeof *port->channels);
     if (port->channels == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: the proxy of %zu channels", comm->rank, n);
-    for (int i = 0; i < comm->links.n_endpoints; i++)
-        SP_TRY(open_endpoint(port, comm->links.transports[i], d->step_ns));
     for (int p = 0; p < comm->world_size; p++)
-        for (int i = 0; i < port->thread.n_endpoints; i++)
-            if ((port->thread.endpoints[i].peers >> p & 1) != 0) {
-                port->peers[p].over = &port->thread.endpoints[i];
-                find_words(port, p);
-            }
-    return SPCCL_OK;
+        if (p != comm->rank)
+            find_words(port, p);
+    return sp_proxy_thread_add(&port->thread, ~(UINT64_C(1) << comm->rank), &ec);
 }
 
 /* ---- the thread ---- */
@@ -86,8 +70,7 @@ spccl_status sp_port_start(spccl_channels *c, spccl_status opened, const sp_chan
     spccl_status st;
     SP_TRY(sp_gpu_agree_by(comm, opened, d->call_ns));
     thread = &port->thread; /* without an error there is a port */
-    SP_TRY(
-        sp_gpu_agree_by(comm, sp_proxy_threads_meet(&thread, 1, SP_TRANSPORTS_MAX, d->call_ns), d->call_ns));
+    SP_TRY(sp_gpu_agree_by(comm, sp_proxy_threads_meet(&thread, 1, d->call_ns), d->call_ns));
     do
         st = sp_gpu_agree_by(comm, sp_proxy_threads_connect(&thread, 1, "the channels", d->step_ns),
                              d->call_ns);

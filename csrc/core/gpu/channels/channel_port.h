@@ -29,15 +29,14 @@ typedef struct sp_port_channel {
 } sp_port_channel;
 
 typedef struct sp_port_peer {
-    sp_proxy_endpoint *over;   /* NULL: this rank itself */
     bool gone;                 /* it has left, and all that it sent has been taken */
     sp_port_channel *channels; /* [n_per_peer] */
 } sp_port_peer;
 
 typedef struct sp_port {
     spccl_channels *c;
-    sp_proxy_thread thread; /* with an endpoint for each transport of the communicator's links */
-    sp_port_peer peers[SP_GPU_RANKS_MAX]; /* by rank */
+    sp_proxy_thread thread;
+    sp_port_peer peers[SP_GPU_RANKS_MAX]; /* by rank; this rank's is empty */
     sp_port_channel *channels;            /* owned: of all peers */
 } sp_port;
 

@@ -17,23 +17,6 @@
 #define CORES_PER_PROXY 4u
 #define PROXIES_BY_CORES 8u
 
-spccl_status sp_proxies_transport(const sp_gpu_comm *g, const sp_transport **out)
-{
-    const sp_transport *t = NULL;
-    for (int p = 0; p < g->comm->world_size; p++) {
-        const sp_transport *its = g->is_remote[p] ? g->comm->links.peers[p].transport : NULL;
-        if (its != NULL && t != NULL && its != t)
-            return SP_FAIL(
-                SPCCL_ERR_UNSUPPORTED,
-                "rank %d reaches other hosts over %s and %s: GPU collectives between hosts need one "
-                "transport (SPCCL_TRANSPORTS)",
-                g->comm->rank, t->name, its->name);
-        t = its != NULL ? its : t;
-    }
-    *out = t;
-    return SPCCL_OK;
-}
-
 /* ---- how many ---- */
 
 spccl_status sp_proxies_count(const spccl_comm *comm, uint32_t *out)
@@ -111,9 +94,9 @@ static spccl_status make_peer(sp_proxy *x, uint32_t index, int i, int rank)
     return SPCCL_OK;
 }
 
-static spccl_status open_endpoint(sp_proxy *x, uint32_t index)
+static spccl_status open_endpoints(sp_proxy *x, uint32_t index)
 {
-    const sp_proxies *r = x->r;
+    sp_proxies *r = x->r;
     sp_endpoint_config ec = {.group_tag = UINT64_C(0x5350525847505573) + index,
                              .queue_bytes = QUEUE_BYTES,
                              /* 0: the transport's default. A thread fills one socket. */
@@ -129,8 +112,12 @@ static spccl_status open_endpoint(sp_proxy *x, uint32_t index)
         ec.queue_bytes *= 2;
     snprintf(x->thread.what, sizeof x->thread.what, "proxy %u of", index);
     SP_TRY(sp_proxy_thread_open(&x->thread, r->g));
-    SP_TRY(sp_proxy_thread_add(&x->thread, r->transport, peers, &ec));
-    x->ep = x->thread.endpoints[0].ep;
+    SP_TRY(sp_proxy_thread_add(&x->thread, peers, &ec));
+    for (int i = 0; i < x->thread.links.n_endpoints; i++)
+        if (i == 0 || x->thread.links.transports[i]->puts != NULL) {
+            r->transport = x->thread.links.transports[i];
+            x->ep = x->thread.links.endpoints[i];
+        }
     return SPCCL_OK;
 }
 
@@ -152,7 +139,7 @@ static spccl_status open_proxy(sp_proxies *r, uint32_t index)
         if (g->is_remote[p])
             SP_TRY(make_peer(x, index, i++, (int)p));
     }
-    return open_endpoint(x, index);
+    return open_endpoints(x, index);
 }
 
 static spccl_status open_memory(sp_proxies *r)
@@ -194,7 +181,6 @@ spccl_status sp_proxies_open(sp_gpu_comm *g)
     r->n_proxies = n_proxies;
     for (uint32_t k = 0; k < n_proxies; k++)
         r->proxies[k].r = r;
-    SP_TRY(sp_proxies_transport(g, &r->transport));
     find_links(r);
     SP_TRY(open_memory(r));
     for (uint32_t k = 0; k < n_proxies; k++)
@@ -214,7 +200,7 @@ spccl_status sp_proxies_meet(sp_proxies *r)
 {
     sp_proxy_thread *threads[SP_PROXIES_MAX];
     list_threads(r, threads);
-    return sp_proxy_threads_meet(threads, r->n_proxies, 1, sp_deadline_in_ms(r->g->comm->timeout_ms));
+    return sp_proxy_threads_meet(threads, r->n_proxies, sp_deadline_in_ms(r->g->comm->timeout_ms));
 }
 
 spccl_status sp_proxies_connect(sp_proxies *r, int64_t deadline_ns)

@@ -1,7 +1,7 @@
 /* proxy.h - the proxies: threads that move frames, tails and credits between this rank and peers on other hosts.
  *
  * The proxies of a rank divide the workers: all 8 workers of a change counter have the same proxy, and the counters go
- * to the proxies in turn. Each proxy has an endpoint of its own, and exchanges messages with the proxy of the same
+ * to the proxies in turn. Each proxy has links of its own, and exchanges messages with the proxy of the same
  * number of each remote peer. All ranks have the same number of proxies.
  *
  * contract/remote.h says where the rings lie. A proxy reads the outbox, and sends what kernels wrote there over a
@@ -43,8 +43,8 @@ struct sp_proxies;
 
 typedef struct sp_proxy {
     struct sp_proxies *r;
-    sp_proxy_thread thread; /* with one endpoint: */
-    sp_endpoint *ep;
+    sp_proxy_thread thread;
+    sp_endpoint *ep; /* of sp_proxies.transport */
     sp_proxy_peer peers[SP_GPU_RANKS_MAX];
     uint32_t *workers;                       /* [n_workers] the workers that it serves */
     uint32_t n_workers;                      /* so many */
@@ -56,7 +56,7 @@ typedef struct sp_proxy {
 
 typedef struct sp_proxies {
     sp_gpu_comm *g;
-    const sp_transport *transport;
+    const sp_transport *transport; /* of the links to remote peers; of several the one with puts */
     uint8_t *outbox, *host_inbox;
     uint8_t *outbox_device; /* for sp_fused_args.inboxes */
     sp_fused_remote area;   /* for sp_fused_args.remote */
@@ -73,8 +73,6 @@ typedef struct sp_proxies {
 
 /* ---- proxy.c ---- */
 
-/* The transport that the links of g->comm to its remote peers use. Errors: UNSUPPORTED (they use several). */
-spccl_status sp_proxies_transport(const sp_gpu_comm *g, const sp_transport **out);
 /* How many proxies a rank would like to have: SPCCL_DEBUG_CUDA_PROXIES, or by the cores that this process may use. comm
  * NULL: if it is the only rank of its host. Errors: SETTING. */
 spccl_status sp_proxies_count(const spccl_comm *comm, uint32_t *out);

@@ -113,11 +113,11 @@ static spccl_status apply_message(const sp_proxy *x, sp_proxy_peer *p, const voi
 
 static spccl_status take_messages(sp_proxy *x, sp_proxy_peer *p, bool *moved)
 {
-    const sp_transport *t = x->r->transport;
+    sp_links *links = &x->thread.links;
     for (int i = 0; i < TAKEN_MAX; i++) {
         const void *message = NULL;
         size_t bytes = 0;
-        spccl_status st = t->peek(x->ep, p->rank, 0, &message, &bytes);
+        spccl_status st = sp_link_peek(links, p->rank, 0, &message, &bytes);
         if (st == SPCCL_ERR_PEER)
             return note_gone(x->r, p);
         if (st != SPCCL_OK)
@@ -130,7 +130,7 @@ static spccl_status take_messages(sp_proxy *x, sp_proxy_peer *p, bool *moved)
         if (st != SPCCL_OK)
             return SP_FAIL(st, "rank %d sent %s: do all ranks run the same version of spccl?", p->rank,
                            spccl_last_error());
-        SP_TRY(t->release(x->ep, p->rank, 0));
+        SP_TRY(sp_link_release(links, p->rank, 0));
         *moved = true;
     }
     return SPCCL_OK;
@@ -328,7 +328,7 @@ static bool may_wait(const sp_proxy *x, sp_proxy_peer *p, const struct batch *b,
 
 static spccl_status send_messages(sp_proxy *x, sp_proxy_peer *p, bool *moved)
 {
-    const sp_transport *t = x->r->transport;
+    sp_links *links = &x->thread.links;
     struct batch b = {0};
     void *message = NULL;
     size_t bytes;
@@ -339,10 +339,10 @@ static spccl_status send_messages(sp_proxy *x, sp_proxy_peer *p, bool *moved)
         return SPCCL_OK;
     if (may_wait(x, p, &b, moved))
         return SPCCL_OK;
-    if (b.data_bytes < BATCH_BYTES && !t->flushed(x->ep, p->rank, 0, p->n_messages))
+    if (b.data_bytes < BATCH_BYTES && !sp_link_flushed(links, p->rank, 0, p->n_messages))
         return SPCCL_OK;
     bytes = sp_proxy_data_off(b.n_credits + b.n_spans) + (p->at.direct ? 0 : b.data_bytes);
-    st = t->reserve(x->ep, p->rank, 0, bytes, &message);
+    st = sp_link_reserve(links, p->rank, 0, bytes, &message);
     if (st == SPCCL_OK && p->at.direct)
         st = sp_proxy_put_spans(x, p, x->entries + b.n_credits, b.n_spans);
     if (st == SPCCL_ERR_PEER)
@@ -350,7 +350,7 @@ static spccl_status send_messages(sp_proxy *x, sp_proxy_peer *p, bool *moved)
     if (st != SPCCL_OK)
         return st == SPCCL_AGAIN ? SPCCL_OK : st;
     write_message(x, p, &b, message);
-    SP_TRY(t->commit(x->ep, p->rank, 0, 0)); /* all messages of proxies are equally urgent */
+    SP_TRY(sp_link_commit(links, p->rank, 0, 0)); /* all messages of proxies are equally urgent */
     p->n_messages++;
     p->waiting_since_ns = 0;
     x->n_bytes_sent += bytes;
@@ -360,9 +360,7 @@ static spccl_status send_messages(sp_proxy *x, sp_proxy_peer *p, bool *moved)
 
 spccl_status sp_proxy_round(sp_proxy *x, bool *moved)
 {
-    char text[SP_ABORT_TEXT_CAP];
-    int from = -1;
-    SP_TRY(x->r->transport->progress(x->ep, &from, text));
+    SP_TRY(sp_links_progress(&x->thread.links));
     for (int i = 0; i < x->r->n_peers; i++) {
         SP_TRY(take_messages(x, &x->peers[i], moved));
         SP_TRY(send_messages(x, &x->peers[i], moved));

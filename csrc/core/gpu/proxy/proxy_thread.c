@@ -7,6 +7,7 @@
 #include "core/base/mem.h"
 #include "core/base/thread.h"
 #include "core/gpu/gpu_direct.h"
+#include "core/run/boot_links.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -44,35 +45,50 @@ spccl_status sp_proxy_thread_open(sp_proxy_thread *t, sp_gpu_comm *g)
         t->busy_spin_ns = t->busy_spin_ns < BUSY_SPIN_NS ? BUSY_SPIN_NS : t->busy_spin_ns;
         t->idle_spin_ns = t->idle_spin_ns < IDLE_SPIN_NS ? IDLE_SPIN_NS : t->idle_spin_ns;
     }
+    t->links.rank = g->comm->rank;
+    t->links.world_size = g->comm->world_size;
+    t->links.tcp_too = g->comm->links.tcp_too;
+    t->links.peers = sp_calloc((size_t)g->comm->world_size, sizeof *t->links.peers);
     t->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (t->links.peers == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: links of a proxy", g->comm->rank);
     return t->wake_fd >= 0 ? SPCCL_OK : SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: eventfd", g->comm->rank);
 }
 
-spccl_status sp_proxy_thread_add(sp_proxy_thread *t, const sp_transport *transport, uint64_t peers,
-                                 const sp_endpoint_config *config)
+/* The endpoint of a transport; NULL: it is not open. */
+static sp_endpoint *find_endpoint(const sp_links *links, const sp_transport *t)
+{
+    for (int i = 0; i < links->n_endpoints; i++)
+        if (links->transports[i] == t)
+            return links->endpoints[i];
+    return NULL;
+}
+
+spccl_status sp_proxy_thread_add(sp_proxy_thread *t, uint64_t peers, const sp_endpoint_config *config)
 {
     const spccl_comm *comm = t->g->comm;
-    sp_proxy_endpoint *e = &t->endpoints[t->n_endpoints];
     sp_endpoint_config ec = *config;
     char gpu[256];
-    spccl_status st;
-    e->transport = transport;
-    e->peers = peers;
+    spccl_status st = SPCCL_OK;
+    t->peers = peers;
     ec.rank = comm->rank;
     ec.world_size = comm->world_size;
     ec.group_tag ^= comm->links.group_tag;
     ec.n_queues = 1;
     ec.rates_decide = comm->links.rates_decide;
     ec.gpu = gpu;
+    ec.open_control = sp_links_open_tcp;
+    ec.owner = &t->links;
     sp_gpu_direct_find_folder(t->g->ops, t->g->device.ordinal, gpu);
     memcpy(ec.secret, comm->links.secret, sizeof ec.secret);
     memcpy(ec.host, comm->links.host, sizeof ec.host);
-    st = transport->open(&ec, &e->ep);
+    for (int p = 0; p < comm->world_size && st == SPCCL_OK; p++)
+        if ((peers >> p & 1) != 0 && find_endpoint(&t->links, comm->links.peers[p].transport) == NULL)
+            st = sp_links_add(&t->links, comm->links.peers[p].transport, &ec);
+    if (st == SPCCL_OK && t->links.tcp != NULL && find_endpoint(&t->links, sp_transport_find("tcp")) == NULL)
+        st = sp_links_add(&t->links, sp_transport_find("tcp"), &ec);
     explicit_bzero(&ec, sizeof ec);
-    SP_TRY(st);
-    e->fd = transport->wait_fd(e->ep);
-    t->n_endpoints++;
-    return SPCCL_OK;
+    return st;
 }
 
 /* ---- connecting ---- */
@@ -84,54 +100,54 @@ struct address {
     uint8_t bytes[SP_ADDRESS_BYTES_MAX];
 };
 
-/* mine [n_addresses] */
-static spccl_status find_addresses(const sp_proxy_thread *t, struct address *mine)
+/* mine [SP_TRANSPORTS_MAX] */
+static spccl_status find_addresses(const sp_links *links, struct address *mine)
 {
-    for (int i = 0; i < t->n_endpoints; i++) {
-        const sp_proxy_endpoint *e = &t->endpoints[i];
+    for (int i = 0; i < links->n_endpoints; i++) {
         size_t n = 0;
-        SP_TRY(e->transport->address(e->ep, mine[i].bytes, &n));
+        SP_TRY(links->transports[i]->address(links->endpoints[i], mine[i].bytes, &n));
         mine[i].n_bytes = (uint32_t)n;
-        snprintf(mine[i].transport, sizeof mine[i].transport, "%s", e->transport->name);
+        snprintf(mine[i].transport, sizeof mine[i].transport, "%s", links->transports[i]->name);
     }
     return SPCCL_OK;
 }
 
-/* its [n]: the addresses of the same thread of this peer. */
-static spccl_status add_peer(const sp_proxy_thread *thread, const sp_proxy_endpoint *e, int peer,
-                             const struct address *its, uint32_t n)
+/* its [SP_TRANSPORTS_MAX]: the addresses of the same thread of a peer. */
+static sp_published_transport find_address(const struct address *its, const char *transport)
 {
-    const sp_transport *t = e->transport;
+    for (int i = 0; i < SP_TRANSPORTS_MAX; i++)
+        if (strncmp(its[i].transport, transport, sizeof its[i].transport) == 0 &&
+            its[i].n_bytes <= SP_ADDRESS_BYTES_MAX)
+            return (sp_published_transport){.address = its[i].bytes, .address_bytes = its[i].n_bytes};
+    return (sp_published_transport){0};
+}
+
+static spccl_status add_peer(sp_proxy_thread *t, int peer, const struct address *its)
+{
+    const sp_transport *wanted = t->g->comm->links.peers[peer].transport;
+    sp_published_transport control = find_address(its, "tcp"), at;
     char why[160] = "it has no endpoint of this transport";
-    for (uint32_t i = 0; i < n; i++)
-        if (strncmp(its[i].transport, t->name, sizeof its[i].transport) == 0 &&
-            its[i].n_bytes <= SP_ADDRESS_BYTES_MAX &&
-            t->can_reach(e->ep, its[i].bytes, its[i].n_bytes, why, sizeof why))
-            return t->add_peer(e->ep, peer, its[i].bytes, its[i].n_bytes);
-    return SP_FAIL(SPCCL_ERR_UNREACHABLE, "rank %d: %s rank %d over %s: %s", thread->g->comm->rank,
-                   thread->what, peer, t->name, why);
+    if ((t->peers >> peer & 1) == 0)
+        return SPCCL_OK;
+    at = find_address(its, wanted->name);
+    for (int i = 0; i < t->links.n_endpoints && at.address != NULL; i++)
+        if (t->links.transports[i] == wanted && sp_links_reach(&t->links, i, &at, &control, why, sizeof why))
+            return sp_links_add_peer(&t->links, peer, i, &at, &control);
+    return SP_FAIL(SPCCL_ERR_UNREACHABLE, "rank %d: %s rank %d over %s: %s", t->g->comm->rank, t->what, peer,
+                   wanted->name, why);
 }
 
-static spccl_status add_peers(const sp_proxy_thread *t, int peer, const struct address *its, uint32_t n)
-{
-    for (int i = 0; i < t->n_endpoints; i++)
-        if ((t->endpoints[i].peers >> peer & 1) != 0)
-            SP_TRY(add_peer(t, &t->endpoints[i], peer, its, n));
-    return SPCCL_OK;
-}
-
-spccl_status sp_proxy_threads_meet(sp_proxy_thread *const *threads, uint32_t n, uint32_t n_addresses,
-                                   int64_t deadline_ns)
+spccl_status sp_proxy_threads_meet(sp_proxy_thread *const *threads, uint32_t n, int64_t deadline_ns)
 {
     spccl_comm *comm = threads[0]->g->comm;
-    uint32_t n_mine = n * n_addresses;
+    uint32_t n_mine = n * SP_TRANSPORTS_MAX;
     struct address *mine = sp_calloc(((size_t)comm->world_size + 1) * n_mine, sizeof *mine), *all;
     spccl_status st = SPCCL_OK;
     if (mine == NULL)
         st = SP_FAIL(SPCCL_ERR_NOMEM, "rank %d ran out of memory: %u addresses of proxies of each rank",
                      comm->rank, n_mine);
     for (uint32_t k = 0; k < n && st == SPCCL_OK; k++)
-        st = find_addresses(threads[k], mine + (size_t)k * n_addresses);
+        st = find_addresses(&threads[k]->links, mine + (size_t)k * SP_TRANSPORTS_MAX);
     SP_TRY_TO(out, st,
               sp_gpu_agree_by(comm, st, deadline_ns)); /* a rank that failed has nothing to exchange */
     all = mine + n_mine;
@@ -139,26 +155,10 @@ spccl_status sp_proxy_threads_meet(sp_proxy_thread *const *threads, uint32_t n, 
                             (sp_time_limit){.deadline_ns = deadline_ns}, NULL);
     for (int p = 0; p < comm->world_size; p++)
         for (uint32_t k = 0; k < n && st == SPCCL_OK; k++)
-            st = add_peers(threads[k], p, all + ((size_t)p * n + k) * n_addresses, n_addresses);
+            st = add_peer(threads[k], p, all + ((size_t)p * n + k) * SP_TRANSPORTS_MAX);
 out:
     sp_free(mine);
     return st;
-}
-
-static spccl_status connect_thread(sp_proxy_thread *t)
-{
-    spccl_status all = SPCCL_OK;
-    for (int i = 0; i < t->n_endpoints; i++) {
-        sp_proxy_endpoint *e = &t->endpoints[i];
-        spccl_status st = e->connected ? SPCCL_OK : e->transport->connect_step(e->ep);
-        if (st == SPCCL_OK && !e->connected)
-            st = sp_take_fallbacks(&t->g->comm->links, e->transport, e->ep);
-        if (st != SPCCL_OK && st != SPCCL_AGAIN)
-            return st;
-        e->connected = st == SPCCL_OK;
-        all = e->connected ? all : SPCCL_AGAIN;
-    }
-    return all;
 }
 
 /* All endpoints connect at the same time. AGAIN: some are not done. */
@@ -166,7 +166,7 @@ static spccl_status connect_step(sp_proxy_thread *const *threads, uint32_t n)
 {
     spccl_status all = SPCCL_OK;
     for (uint32_t k = 0; k < n; k++) {
-        spccl_status st = connect_thread(threads[k]);
+        spccl_status st = sp_links_connect_step(&threads[k]->links);
         if (st != SPCCL_OK && st != SPCCL_AGAIN)
             return st;
         all = st == SPCCL_OK ? all : SPCCL_AGAIN;
@@ -227,20 +227,17 @@ int64_t sp_proxy_thread_sleep_ns(const sp_proxy_thread *t, int64_t idle_ns)
 static void sleep_for(sp_proxy_thread *t, int64_t ns)
 {
     struct pollfd fds[SP_TRANSPORTS_MAX + 1] = {{.fd = t->wake_fd, .events = POLLIN}};
-    int n = 0;
-    for (; n < t->n_endpoints; n++) {
-        const sp_proxy_endpoint *e = &t->endpoints[n];
-        if (e->transport->arm(e->ep) != SPCCL_OK)
-            break;
-        fds[n + 1] = (struct pollfd){.fd = e->fd, .events = POLLIN};
-    }
-    if (n == t->n_endpoints)
-        (void)ppoll(fds, (nfds_t)n + 1, &(struct timespec){.tv_nsec = ns}, NULL);
+    const sp_links *l = &t->links;
+    spccl_status st = sp_links_arm(&t->links);
+    for (int i = 0; i < l->n_endpoints; i++)
+        fds[i + 1] = (struct pollfd){.fd = l->transports[i]->wait_fd(l->endpoints[i]), .events = POLLIN};
+    if (st == SPCCL_OK)
+        (void)ppoll(fds, (nfds_t)l->n_endpoints + 1, &(struct timespec){.tv_nsec = ns}, NULL);
     else
         sched_yield();
     drain_wake_fd(t);
-    while (n-- > 0)
-        t->endpoints[n].transport->disarm(t->endpoints[n].ep);
+    if (st == SPCCL_OK)
+        sp_links_disarm(&t->links);
 }
 
 /* Nothing moved in the last round: yield, or sleep. *active_ns = now if a wake came. */
@@ -356,9 +353,7 @@ void sp_proxy_thread_stop(sp_proxy_thread *t)
 
 void sp_proxy_thread_close(sp_proxy_thread *t)
 {
-    for (int i = 0; i < t->n_endpoints; i++)
-        t->endpoints[i].transport->close(t->endpoints[i].ep);
-    t->n_endpoints = 0;
+    sp_links_close(&t->links);
     if (t->g != NULL && t->wake_fd >= 0)
         close(t->wake_fd);
 }

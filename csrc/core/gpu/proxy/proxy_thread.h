@@ -15,14 +15,6 @@
 #define SP_PROXY_QUIET_POLL_NS 10000000
 #define SP_PROXY_QUIET_NS INT64_C(1000000000)
 
-typedef struct sp_proxy_endpoint {
-    const sp_transport *transport;
-    sp_endpoint *ep;
-    uint64_t peers; /* that it reaches: a bit for each rank */
-    int fd;         /* its wait_fd */
-    bool connected;
-} sp_proxy_endpoint;
-
 typedef struct sp_proxy_thread {
     /* set by the owner before start */
     sp_gpu_comm *g;
@@ -33,8 +25,8 @@ typedef struct sp_proxy_thread {
     spccl_status (*round)(void *ctx, bool *moved);
     /* Can no kernel need the thread before the next sp_proxy_thread_wake? NULL: that is never known. */
     bool (*is_idle)(const void *ctx);
-    sp_proxy_endpoint endpoints[SP_TRANSPORTS_MAX]; /* whose messages end a sleep */
-    int n_endpoints;
+    sp_links links; /* to `peers`, a bit for each rank; messages from them end a sleep */
+    uint64_t peers;
 
     /* used by proxy_thread.c */
     int wake_fd; /* eventfd */
@@ -49,17 +41,14 @@ typedef struct sp_proxy_thread {
 /* For ranks of `comm` on this host, itself among them; 1 if comm is NULL. */
 uint32_t sp_proxy_ranks_here(const spccl_comm *comm);
 
-/* Make t, zeroed before, ready for the calls below. Errors: SYSTEM. */
+/* Make t, zeroed before, ready for the calls below. Errors: SYSTEM, NOMEM. */
 spccl_status sp_proxy_thread_open(sp_proxy_thread *t, sp_gpu_comm *g);
-/* Add an endpoint that reaches `peers`. Of config, group_tag tells it from others of the communicator; its n_queues, its gpu
- * and what the communicator knows are set here. The endpoint brings its control links and its fallback; which pairs take the fallback is decided as for links, by
- * sp_take_fallbacks (boot.h). Errors: those of the transport. */
-spccl_status sp_proxy_thread_add(sp_proxy_thread *t, const sp_transport *transport, uint64_t peers,
-                                 const sp_endpoint_config *config);
-/* All ranks call it together: exchange the addresses of the endpoints of n threads, at most n_addresses of each, and note
- * those of the peers. Errors: UNREACHABLE (names the pair), NOMEM, and those of the transports. */
-spccl_status sp_proxy_threads_meet(sp_proxy_thread *const *threads, uint32_t n, uint32_t n_addresses,
-                                   int64_t deadline_ns);
+/* Open the endpoints for the peers whose bits are set: of the transports of the communicator's links to them. Of config,
+ * group_tag tells them from others of the communicator; n_queues, gpu and what the communicator knows are set here.
+ * Errors: those of the transports. */
+spccl_status sp_proxy_thread_add(sp_proxy_thread *t, uint64_t peers, const sp_endpoint_config *config);
+/* All ranks call it together: exchange the addresses of the endpoints of n threads, and add the peers. Errors: UNREACHABLE (names the pair), NOMEM, and those of the transports. */
+spccl_status sp_proxy_threads_meet(sp_proxy_thread *const *threads, uint32_t n, int64_t deadline_ns);
 /* Connect the endpoints of n threads for at most SP_PROXY_CONNECT_NS. what: for the error text. AGAIN: some peers are
  * not connected yet; call it again. Errors: TIMEOUT (deadline_ns has passed), PEER, AUTH, SYSTEM. */
 spccl_status sp_proxy_threads_connect(sp_proxy_thread *const *threads, uint32_t n, const char *what,

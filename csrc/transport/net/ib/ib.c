@@ -43,7 +43,7 @@ static bool ib_arm(sp_segments *base)
             can_sleep = false; /* the caller polls */
     sp_ib_poll(base);          /* completions before the request make no event */
     for (int i = 0; i < base->config.world_size; i++)
-        if (base->peers[i].route == SP_BY_NET)
+        if (base->peers[i].carried)
             sp_ib_send(base, i); /* one may have been a credit that segments wait for */
     return can_sleep;
 }
@@ -150,7 +150,7 @@ static spccl_status ib_open(const sp_endpoint_config *config, sp_endpoint **out)
     if (ep->n_devices > 0 && choice.refused[0] != '\0')
         sp_log(SP_LOG_WARN, config->rank, "ib: SPCCL_IB_DEVICE: not used: %s", choice.refused);
     if (ep->n_devices > 0) {
-        SP_TRY_TO(fail, st, sp_segments_open_tcp(&ep->base));
+        SP_TRY_TO(fail, st, sp_segments_open_control(&ep->base));
         SP_TRY_TO(fail, st, sp_fork_watch(&ep->guard, close_in_child, ep));
     } else if (sp_env_text(SP_ENV_IB_DEVICE)[0] != '\0') {
         sp_log(SP_LOG_WARN, config->rank, "ib: %s", ep->device_why);

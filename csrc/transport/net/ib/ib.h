@@ -100,8 +100,8 @@ struct sp_ib {
     sp_segments base;
     int n_devices; /* 0: none is usable */
     sp_ib_device devices[SP_IB_RAILS_MAX];
-    char device_why[600];                     /* how the devices were chosen, or why there is none */
-    sp_ib_address address;                    /* without that of tcp */
+    char device_why[600]; /* how the devices were chosen, or why there is none */
+    sp_ib_address address;
     sp_ib_context *contexts[SP_IB_RAILS_MAX]; /* owned, of devices; NULL until start-up */
     bool taken[SP_IB_RAILS_MAX];              /* the cards of the devices (nics.h) */
     sp_nic nics[SP_IB_RAILS_MAX];
@@ -155,7 +155,7 @@ uint32_t sp_ib_rate_mbps(sp_endpoint *ep);
 uint32_t sp_ib_pair_mbps(sp_endpoint *ep, const uint8_t *address, size_t bytes, uint32_t its_mbps);
 /* As in segments.h. */
 size_t sp_ib_write_own(const sp_segments *base, uint8_t *out);
-size_t sp_ib_reach(const sp_segments *base, const uint8_t *address, size_t bytes, char *why, size_t why_cap);
+bool sp_ib_reach(const sp_segments *base, const uint8_t *address, size_t bytes, char *why, size_t why_cap);
 void sp_ib_add_peer(sp_segments *base, int peer, const uint8_t *address, size_t bytes);
 void sp_ib_describe(sp_segments *base, int peer, char *out, size_t cap);
 

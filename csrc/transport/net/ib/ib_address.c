@@ -19,7 +19,7 @@ uint32_t sp_ib_pair_mbps(sp_endpoint *opaque, const uint8_t *address, size_t byt
 {
     struct sp_ib *ep = sp_ib_self(opaque);
     sp_ib_address theirs;
-    if (ep->n_devices == 0 || sp_ib_read_address(address, bytes, &theirs) == 0)
+    if (ep->n_devices == 0 || !sp_ib_read_address(address, bytes, &theirs))
         return 0;
     return sp_ib_rails_mbps(&ep->address, sp_ib_rate_mbps(opaque), &theirs, its_mbps);
 }
@@ -46,27 +46,26 @@ static void rails_text(const struct sp_ib *ep, const struct sp_ib_peer *p, char 
         snprintf(out + used, cap - used, ", %u queue pairs", p->n_qps);
 }
 
-size_t sp_ib_reach(const sp_segments *base, const uint8_t *address, size_t bytes, char *why, size_t why_cap)
+bool sp_ib_reach(const sp_segments *base, const uint8_t *address, size_t bytes, char *why, size_t why_cap)
 {
     static const char *const names[] = {"none", "InfiniBand", "RoCE with IPv4", "RoCE with IPv6"};
     const struct sp_ib *ep = (const struct sp_ib *)base;
     sp_ib_address theirs;
     sp_ib_pairing pairing;
-    size_t head = 0;
     if (ep->n_devices == 0) {
         snprintf(why, why_cap, "%s", ep->device_why);
-    } else if ((head = sp_ib_read_address(address, bytes, &theirs)) == 0) {
+    } else if (!sp_ib_read_address(address, bytes, &theirs)) {
         snprintf(why, why_cap, "the peer has no usable device");
     } else {
         sp_ib_pair(&ep->address, &theirs, &pairing);
         if (pairing.n != 0) {
             sp_ib_device_text(&ep->devices[pairing.low[0]], why, why_cap);
-            return head;
+            return true;
         }
         snprintf(why, why_cap, "other networks: %s here, %s there", names[sp_ib_network(&ep->devices[0])],
                  names[theirs.ports[0].network]);
     }
-    return 0;
+    return false;
 }
 
 void sp_ib_add_peer(sp_segments *base, int peer, const uint8_t *address, size_t bytes)

@@ -35,7 +35,7 @@ static bool put_device(sp_endpoint *opaque, size_t i, sp_net_device *out)
 static bool put_reaches(sp_endpoint *opaque, int peer)
 {
     const struct sp_ib *ep = sp_ib_self(opaque);
-    return ep->base.config.n_puts != 0 && ep->base.peers[peer].route == SP_BY_NET;
+    return ep->base.config.n_puts != 0 && ep->base.peers[peer].carried;
 }
 
 /* ---- regions ---- */
@@ -69,7 +69,7 @@ static void put_close_region(sp_endpoint *opaque, sp_region *opaque_region)
 static bool is_used(const struct sp_ib *ep, int device)
 {
     for (int i = 0; i < ep->base.config.world_size; i++)
-        for (uint32_t q = 0; ep->base.peers[i].route == SP_BY_NET && q < ep->peers[i].n_qps; q++)
+        for (uint32_t q = 0; ep->base.peers[i].carried && q < ep->peers[i].n_qps; q++)
             if (ep->peers[i].qps[q].device == device)
                 return true;
     return false;

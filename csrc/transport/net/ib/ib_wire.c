@@ -16,7 +16,7 @@
 #define WHY_AT (RINGS_AT + RING_BYTES * SP_QUEUES_MAX)
 _Static_assert(WHY_AT + SP_NET_TEXT_CAP == SP_IB_CONNECT_INFO_BYTES, "as in ib_wire.h");
 #define NUMBER_MASK 0xfffffffu
-static const char address_magic[4] = {'s', 'p', 'I', '4'};
+static const char address_magic[4] = {'s', 'p', 'I', '5'};
 #define NEAR 0x80u /* in a port's network */
 
 static bool is_ipv4(const uint8_t *gid)
@@ -69,25 +69,23 @@ size_t sp_ib_write_address(const sp_ib_address *a, uint8_t *out)
     return ADDRESS_HEAD + a->n * PORT_BYTES;
 }
 
-size_t sp_ib_read_address(const uint8_t *bytes, size_t n, sp_ib_address *out)
+bool sp_ib_read_address(const uint8_t *bytes, size_t n, sp_ib_address *out)
 {
-    size_t head;
-    if (n <= ADDRESS_HEAD || memcmp(bytes, address_magic, sizeof address_magic) != 0 || bytes[4] == 0 ||
+    if (n < ADDRESS_HEAD || memcmp(bytes, address_magic, sizeof address_magic) != 0 || bytes[4] == 0 ||
         bytes[4] > SP_IB_RAILS_MAX || bytes[5] == 0 || bytes[4] * bytes[5] > SP_IB_QPS_MAX)
-        return 0;
+        return false;
     *out = (sp_ib_address){.n = bytes[4], .n_qps = bytes[5]};
-    head = ADDRESS_HEAD + out->n * PORT_BYTES;
-    if (n <= head)
-        return 0;
+    if (n != ADDRESS_HEAD + out->n * PORT_BYTES)
+        return false;
     for (uint32_t i = 0; i < out->n; i++) {
         const uint8_t *port = bytes + ADDRESS_HEAD + i * PORT_BYTES;
         out->ports[i].network = port[0] & (NEAR - 1);
         out->ports[i].near = (port[0] & NEAR) != 0;
         memcpy(out->ports[i].gid, port + 1, SP_IB_GID_BYTES);
         if (out->ports[i].network == SP_IB_NO_DEVICE || out->ports[i].network > SP_IB_ROCE_IPV6)
-            return 0;
+            return false;
     }
-    return head;
+    return true;
 }
 
 /* 0: other networks; 1: the same kind of network; 2: one subnet too. */

@@ -7,8 +7,8 @@
 #include "transport/net/ib/ib_verbs.h"
 #include "transport/net/segments/segments.h"
 
-/* The address: "spI4", u8 n_ports, u8 queue pairs per port, { u8 network (+ 128: near), gid[16] }[n_ports], then the address of the tcp
- * endpoint. Without a usable device n_ports is 0, and no port and no tcp address follow. */
+/* The address: "spI5", u8 n_ports, u8 queue pairs per port, { u8 network (+ 128: near), gid[16] }[n_ports]. Without a usable
+ * device n_ports is 0. */
 enum { SP_IB_NO_DEVICE, SP_IB_INFINIBAND, SP_IB_ROCE_IPV4, SP_IB_ROCE_IPV6 };
 typedef struct sp_ib_address {
     uint32_t n, n_qps; /* n_qps: SPCCL_DEBUG_IB_QPS */
@@ -25,10 +25,10 @@ int sp_ib_choose_gid(bool ethernet, const sp_ib_gid *table, int n);
 /* Keep at most n_rails of n devices: those of the least distance, 0 or more, first. If not all are kept, ranks begin at
  * different ones of a distance, so the ranks of a host share them evenly. kept: [n_rails] indexes. Returns their number. */
 int sp_ib_keep(int rank, const int *distances, int n, int n_rails, int *kept);
-/* Returns where the address of the tcp endpoint goes. */
+/* Returns its bytes. */
 size_t sp_ib_write_address(const sp_ib_address *a, uint8_t *out);
-/* The same. 0: not an address, or the rank has no usable device. */
-size_t sp_ib_read_address(const uint8_t *bytes, size_t n, sp_ib_address *out);
+/* False: not an address, or the rank has no usable device. */
+bool sp_ib_read_address(const uint8_t *bytes, size_t n, sp_ib_address *out);
 
 /* The rails of a pair of ranks: rail i joins port low[i] of the lower rank and port high[i] of the other. Each rail has
  * n_qps queue pairs: as many as the rank that wants fewer says. */

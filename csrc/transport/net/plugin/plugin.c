@@ -15,22 +15,22 @@
 
 static size_t plugin_write_address(const sp_segments *base, uint8_t *out)
 {
-    (void)base;
-    return sp_plugin_write_address(out);
+    bool found = ((const struct sp_plugin_endpoint *)base)->found.found;
+    return found ? sp_plugin_write_address(out) : 0;
 }
 
-static size_t plugin_reach(const sp_segments *base, const uint8_t *address, size_t bytes, char *why,
-                           size_t why_cap)
+static bool plugin_reach(const sp_segments *base, const uint8_t *address, size_t bytes, char *why,
+                         size_t why_cap)
 {
     const struct sp_plugin_endpoint *ep = (const struct sp_plugin_endpoint *)base;
-    size_t head = sp_plugin_read_address(address, bytes);
+    bool its = sp_plugin_is_address(address, bytes);
     if (!ep->found.found)
         snprintf(why, why_cap, "no NCCL net plugin: %s", ep->found.why);
-    else if (head == 0)
+    else if (!its)
         snprintf(why, why_cap, "the peer has no NCCL net plugin");
     else
         snprintf(why, why_cap, "plugin %.80s", ep->found.path);
-    return ep->found.found ? head : 0;
+    return ep->found.found && its;
 }
 
 static void plugin_describe(sp_segments *base, int peer, char *out, size_t cap)
@@ -82,7 +82,7 @@ static void check_thread(struct sp_plugin_endpoint *ep)
         return;
     sp_plugin_thread_abandon(ep, text);
     for (int i = 0; i < ep->base.config.world_size; i++)
-        if (ep->base.peers[i].route == SP_BY_NET)
+        if (ep->base.peers[i].carried)
             sp_segments_lose(&ep->base, i, text);
 }
 
@@ -100,7 +100,7 @@ static void plugin_poll(sp_segments *base)
     check_thread(ep);
     for (int i = 0; i < base->config.world_size; i++) {
         struct sp_plugin_peer *p = &ep->peers[i];
-        if (p->base->route != SP_BY_NET)
+        if (!p->base->carried)
             continue;
         if (!p->base->failed && atomic_load(&p->state) == SP_PLUGIN_FAILED) {
             snprintf(p->base->failure, sizeof p->base->failure, "%s", p->failure);
@@ -186,7 +186,7 @@ static spccl_status open_peers(struct sp_plugin_endpoint *ep)
 
 static spccl_status open_control(struct sp_plugin_endpoint *ep)
 {
-    SP_TRY(sp_segments_open_tcp(&ep->base));
+    SP_TRY(sp_segments_open_control(&ep->base));
     ep->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (ep->event_fd < 0)
         return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: ncclnet: eventfd", ep->base.config.rank);

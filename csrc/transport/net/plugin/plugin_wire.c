@@ -7,7 +7,7 @@
 
 #define CONNECT_INFO_MAGIC 0x4f4e7073u /* "spNO" */
 #define RATES_AT (252u + SP_QUEUES_MAX * SP_PLUGIN_HANDLE_BYTES)
-static const char address_magic[4] = {'s', 'p', 'N', '1'};
+static const char address_magic[4] = {'s', 'p', 'N', '2'};
 
 size_t sp_plugin_write_address(uint8_t *out)
 {
@@ -15,10 +15,9 @@ size_t sp_plugin_write_address(uint8_t *out)
     return sizeof address_magic;
 }
 
-size_t sp_plugin_read_address(const uint8_t *bytes, size_t n)
+bool sp_plugin_is_address(const uint8_t *bytes, size_t n)
 {
-    bool is_one = n > SP_PLUGIN_ADDRESS_HEAD && memcmp(bytes, address_magic, sizeof address_magic) == 0;
-    return is_one ? SP_PLUGIN_ADDRESS_HEAD : 0;
+    return n == sizeof address_magic && memcmp(bytes, address_magic, n) == 0;
 }
 
 void sp_plugin_write_connect_info(const sp_plugin_connect_info *o, uint8_t out[SP_PLUGIN_CONNECT_INFO_BYTES])

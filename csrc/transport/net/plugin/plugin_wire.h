@@ -8,9 +8,7 @@
 #include "transport/net/plugin/plugin_abi.h"
 #include "transport/net/segments/segments.h"
 
-/* The address: "spN1", then the address of the tcp endpoint. Without a plugin nothing follows the magic. */
-#define SP_PLUGIN_ADDRESS_HEAD 4u
-
+/* The address: "spN2". Without a plugin it has no bytes. */
 /* First message: what came of loading the plugin, and where the queues listen.
  *   0 "spNO"   4 u16 usable   6 u16 n_queues   8 u32 segment bytes   12 name[40]   52 why[200]
  *   252 handles[SP_QUEUES_MAX][128]   764 u32 plugin's Mbit/s   768 u32 tcp's Mbit/s   772 u32 rates decide */
@@ -28,10 +26,10 @@ typedef struct sp_plugin_connect_info {
 /* Second message: whether all queues are connected, 1 or 0 (sp_segments_result). */
 #define SP_PLUGIN_RESULT_MAGIC 0x564e7073u /* "spNV" */
 
-/* Write the magic. Returns its bytes. */
+/* Returns its bytes. */
 size_t sp_plugin_write_address(uint8_t *out);
-/* Where the tcp address is in an address. 0: not an address, or the rank has no plugin. */
-size_t sp_plugin_read_address(const uint8_t *bytes, size_t n);
+/* False: not an address, or the rank has no plugin. */
+bool sp_plugin_is_address(const uint8_t *bytes, size_t n);
 void sp_plugin_write_connect_info(const sp_plugin_connect_info *o, uint8_t out[SP_PLUGIN_CONNECT_INFO_BYTES]);
 /* False: the bytes are not a connect info. */
 bool sp_plugin_read_connect_info(const uint8_t *bytes, size_t n, sp_plugin_connect_info *out);

@@ -2,10 +2,9 @@
  * endpoint of such a network begins with a struct sp_segments, and the network is a table of functions, sp_segments_net.
  * segments.c: messages, sleeping, closing. segments_start.c: start-up. segments_end.c: how peers end.
  *
- * The control link: each endpoint has an endpoint of transport tcp beside it. Its link to a peer proves the job secret,
- * carries notes (what both must know to connect, and at the end a FIN) and aborts, and shows when the peer is gone. If the
- * network fails for a peer at start-up, it says so (failed in transport.h). If the owner has no other transport for the
- * pair, its messages take the control link too (take_fallback).
+ * The control link to a peer (open_control in transport.h) belongs to the endpoint's owner. It proves the job secret,
+ * carries notes on its queue 0 (what both must know to connect, and at the end a FIN) and aborts, and shows when the peer
+ * is gone. The owner moves its bytes; here notes are only sent and taken.
  *
  * The end of a peer, in this order: its FIN over the control link says how many segments it has sent; the end of the link
  * makes it `gone`, and nothing is sent to it any more; it is `over` when those segments are here, or none has come for
@@ -42,15 +41,11 @@ void sp_segments_write_fin(const sp_segments_fin *f, int n_queues, uint8_t out[S
 /* False: the bytes are not a FIN. */
 bool sp_segments_read_fin(const uint8_t *bytes, size_t n, int n_queues, sp_segments_fin *out);
 
-/* UNDECIDED: start-up runs, or the network failed for the pair and its owner has not taken the fallback. */
-enum sp_segments_route { SP_BY_UNDECIDED, SP_BY_NET, SP_BY_TCP };
-
 typedef struct sp_segments_peer {
     bool added;
-    enum sp_segments_route route;
+    bool carried; /* start-up has ended, and the network carries the pair */
     sp_segment_ring tx[SP_QUEUES_MAX], rx[SP_QUEUES_MAX];
     /* start-up */
-    uint32_t n_notes;             /* sent over the control link */
     char reason[SP_NET_TEXT_CAP]; /* why the network does not carry the pair: the first */
     bool none;                    /* it does not */
     bool tcp_faster;              /* because tcp has the higher rate */
@@ -73,24 +68,22 @@ typedef struct sp_segments_net sp_segments_net;
 typedef struct sp_segments {
     const sp_segments_net *net;
     sp_endpoint_config config;
-    sp_endpoint *tcp;          /* owned; NULL: the network is not usable on this host */
-    int epoll_fd;              /* has tcp's; the network adds its own */
-    sp_segments_peer *peers;   /* [world_size] */
-    pid_t pid;                 /* of the process that opened it: a child of fork calls no library */
-    bool prepared, tcp_up, up; /* start-up */
-    uint32_t n_progress;
-    bool changed; /* there is a change that arm has not reported yet */
-    bool ending;  /* some peer ends */
-    bool aborted;
+    sp_endpoint *tcp; /* of the control links, borrowed; NULL: the network is not usable on this host */
+    int epoll_fd;     /* the network adds its descriptors */
+    sp_segments_peer *peers; /* [world_size] */
+    pid_t pid;               /* of the process that opened it: a child of fork calls no library */
+    bool prepared, up;       /* start-up */
+    bool changed;            /* there is a change that arm has not reported yet */
+    bool ending;             /* some peer ends */
 } sp_segments;
 
 /* What a network does. Each function gets the endpoint whose first member is the sp_segments. */
 struct sp_segments_net {
     const char *name, *what; /* of the transport; in texts: "ib", "the plugin" */
-    /* Write the address, which that of tcp follows. Returns its bytes. */
+    /* Write the address. Returns its bytes. */
     size_t (*write_address)(const sp_segments *s, uint8_t *out);
-    /* The bytes of a peer's address before that of tcp. 0: the network does not reach it. `why` says how, or why not. */
-    size_t (*reach)(const sp_segments *s, const uint8_t *address, size_t bytes, char *why, size_t why_cap);
+    /* Does the network reach a peer with this address? `why` says how, or why not. */
+    bool (*reach)(const sp_segments *s, const uint8_t *address, size_t bytes, char *why, size_t why_cap);
     /* Use the network for a peer that it reaches. NULL: nothing to do. */
     void (*add_peer)(sp_segments *s, int peer, const uint8_t *address, size_t bytes);
     bool credits; /* `send` also sends what the peer may send: it is called in each progress */
@@ -126,33 +119,30 @@ static inline sp_segments *sp_segments_self(sp_endpoint *ep)
 
 /* ---- segments.c: functions of sp_transport ---- */
 
-/* Set the members of a zeroed endpoint, but not `tcp`. On failure call sp_segments_close. Errors: NOMEM. */
+/* Set the members of a zeroed endpoint. On failure call sp_segments_close. Errors: NOMEM. */
 spccl_status sp_segments_open(sp_segments *s, const sp_segments_net *net, const sp_endpoint_config *config);
-/* Open the control link's endpoint. Errors: those of tcp; SYSTEM. */
-spccl_status sp_segments_open_tcp(sp_segments *s);
+/* The network is usable on this host: get the endpoint of the control links. Errors: those of tcp; SYSTEM. */
+spccl_status sp_segments_open_control(sp_segments *s);
 /* Let the epoll set watch a descriptor of the network. */
 spccl_status sp_segments_watch(const sp_segments *s, int fd);
 size_t sp_segments_message_max(sp_endpoint *ep);
 
 /* All of sp_transport but name, inform, device, open and rates. */
 #define SP_SEGMENTS_FUNCTIONS                                                                                \
-    .fallback = &sp_transport_tcp, .failed = sp_segments_failed, .take_fallback = sp_segments_take_fallback, \
-    .is_rdma = sp_segments_is_rdma, .ns_per_byte = sp_segments_ns_per_byte,                                  \
-    .describe = sp_segments_describe, .local_ip = sp_segments_local_ip, .address = sp_segments_address,      \
-    .can_reach = sp_segments_can_reach, .add_peer = sp_segments_add_peer,                                    \
+    .is_rdma = true, .has_control = sp_segments_has_control, .failed = sp_segments_failed,                   \
+    .ns_per_byte = sp_segments_ns_per_byte, .describe = sp_segments_describe,                                \
+    .address = sp_segments_address, .can_reach = sp_segments_can_reach, .add_peer = sp_segments_add_peer,    \
     .connect_step = sp_segments_connect_step, .message_max = sp_segments_message_max,                        \
     .reserve = sp_segments_reserve, .commit = sp_segments_commit, .peek = sp_segments_peek,                  \
     .release = sp_segments_release, .flushed = sp_segments_flushed, .progress = sp_segments_progress,        \
     .wait_fd = sp_segments_wait_fd, .arm = sp_segments_arm, .disarm = sp_segments_disarm,                    \
-    .abort_peers = sp_segments_abort_peers, .memory_bytes = sp_segments_memory_bytes,                        \
-    .close = sp_segments_close
+    .memory_bytes = sp_segments_memory_bytes, .leave = sp_segments_leave, .close = sp_segments_close
+bool sp_segments_has_control(sp_endpoint *ep);
 spccl_status sp_segments_address(sp_endpoint *ep, uint8_t *out, size_t *bytes);
 bool sp_segments_can_reach(sp_endpoint *ep, const uint8_t *address, size_t bytes, char *why, size_t why_cap);
 spccl_status sp_segments_add_peer(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes);
-bool sp_segments_is_rdma(sp_endpoint *ep, int peer);
 double sp_segments_ns_per_byte(sp_endpoint *ep, int peer);
 void sp_segments_describe(sp_endpoint *ep, int peer, char *out, size_t cap);
-void sp_segments_local_ip(sp_endpoint *ep, int peer, char *out, size_t cap);
 spccl_status sp_segments_reserve(sp_endpoint *ep, int peer, int queue, size_t bytes, void **out);
 spccl_status sp_segments_commit(sp_endpoint *ep, int peer, int queue, uint32_t call);
 spccl_status sp_segments_peek(sp_endpoint *ep, int peer, int queue, const void **out, size_t *bytes);
@@ -162,16 +152,15 @@ spccl_status sp_segments_progress(sp_endpoint *ep, int *peer, char *text);
 int sp_segments_wait_fd(sp_endpoint *ep);
 spccl_status sp_segments_arm(sp_endpoint *ep);
 void sp_segments_disarm(sp_endpoint *ep);
-void sp_segments_abort_peers(sp_endpoint *ep, const char *text);
 size_t sp_segments_memory_bytes(sp_endpoint *ep);
+void sp_segments_leave(sp_endpoint *ep);
 void sp_segments_close(sp_endpoint *ep);
 
 /* ---- segments_start.c ---- */
 
 /* As in transport.h. */
 spccl_status sp_segments_connect_step(sp_endpoint *ep);
-const char *sp_segments_failed(sp_endpoint *ep, int peer, bool *expected);
-void sp_segments_take_fallback(sp_endpoint *ep, int peer);
+bool sp_segments_failed(sp_endpoint *ep, int peer, sp_pair_failure *out);
 /* The network does not carry this peer, or not all that it could. The first reason stays. */
 void sp_segments_note_reason(sp_segments_peer *p, const char *why);
 /* Open the rings of a peer's queues. Errors: NOMEM. */

@@ -1,4 +1,5 @@
-/* segments_start.c - start-up of a network that moves segments: the control links, then what the network does over them. See segments.h. */
+/* segments_start.c - start-up of a network that moves segments: what the network does over the control links. See
+ * segments.h. */
 #include "core/base/bits.h"
 #include "core/base/clock.h"
 #include "transport/net/segments/segments.h"
@@ -38,37 +39,27 @@ int64_t sp_segments_stage_deadline(const sp_segments *s)
 
 spccl_status sp_segments_address(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
 {
-    sp_segments *s = sp_segments_self(opaque);
-    size_t head = s->net->write_address(s, out), n = 0;
-    if (s->tcp != NULL)
-        SP_TRY(tcp->address(s->tcp, out + head, &n));
-    *bytes = head + n;
+    const sp_segments *s = sp_segments_self(opaque);
+    *bytes = s->net->write_address(s, out);
     return SPCCL_OK;
 }
 
 bool sp_segments_can_reach(sp_endpoint *opaque, const uint8_t *address, size_t bytes, char *why,
                            size_t why_cap)
 {
-    sp_segments *s = sp_segments_self(opaque);
-    size_t head = s->net->reach(s, address, bytes, why, why_cap), used = strlen(why);
-    if (head == 0)
-        return false;
-    snprintf(why + used, why_cap - used, ", ");
-    used = strlen(why);
-    return tcp->can_reach(s->tcp, address + head, bytes - head, why + used, why_cap - used);
+    const sp_segments *s = sp_segments_self(opaque);
+    return s->net->reach(s, address, bytes, why, why_cap);
 }
 
 spccl_status sp_segments_add_peer(sp_endpoint *opaque, int peer, const uint8_t *address, size_t bytes)
 {
     sp_segments *s = sp_segments_self(opaque);
     char why[200];
-    size_t head = s->net->reach(s, address, bytes, why, sizeof why);
-    if (head == 0)
+    if (!s->net->reach(s, address, bytes, why, sizeof why))
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: %s: add_peer(%d, %zu bytes): %s", s->config.rank,
                        s->net->name, peer, bytes, why);
     if (s->net->add_peer != NULL)
         s->net->add_peer(s, peer, address, bytes);
-    SP_TRY(tcp->add_peer(s->tcp, peer, address + head, bytes - head));
     s->peers[peer].added = true;
     return SPCCL_OK;
 }
@@ -80,7 +71,6 @@ spccl_status sp_segments_say(sp_segments *s, int peer, const uint8_t *note, size
     void *space = NULL;
     SP_TRY(tcp->reserve(s->tcp, peer, 0, bytes, &space));
     memcpy(space, note, bytes);
-    s->peers[peer].n_notes++;
     return tcp->commit(s->tcp, peer, 0, 0);
 }
 
@@ -141,28 +131,13 @@ bool sp_segments_read_result(const uint8_t *bytes, size_t n, uint32_t magic, uin
 
 /* ---- the end of start-up ---- */
 
-/* Discard wake-ups caused by start-up. */
-static void forget_changes(sp_segments *s)
-{
-    for (int i = 0; i < 100; i++)
-        if (tcp->arm(s->tcp) == SPCCL_OK) {
-            tcp->disarm(s->tcp);
-            break;
-        }
-    s->changed = true; /* a peer may be gone already, or have sent */
-}
-
-const char *sp_segments_failed(sp_endpoint *opaque, int peer, bool *expected)
+bool sp_segments_failed(sp_endpoint *opaque, int peer, sp_pair_failure *out)
 {
     const sp_segments *s = sp_segments_self(opaque);
     const sp_segments_peer *p = &s->peers[peer];
-    *expected = p->tcp_faster || (s->net->is_expected != NULL && s->net->is_expected(s));
-    return p->none ? p->reason : NULL;
-}
-
-void sp_segments_take_fallback(sp_endpoint *opaque, int peer)
-{
-    sp_segments_self(opaque)->peers[peer].route = SP_BY_TCP;
+    *out = (sp_pair_failure){p->reason, p->tcp_faster ? NULL : s->net->what,
+                             p->tcp_faster || (s->net->is_expected != NULL && s->net->is_expected(s))};
+    return p->none;
 }
 
 spccl_status sp_segments_connect_step(sp_endpoint *opaque)
@@ -178,15 +153,11 @@ spccl_status sp_segments_connect_step(sp_endpoint *opaque)
     if (!s->prepared)
         SP_TRY(s->net->prepare(s));
     s->prepared = true;
-    if (!s->tcp_up)
-        SP_TRY(tcp->connect_step(s->tcp));
-    s->tcp_up = true;
+    SP_TRY(tcp->connect_step(s->tcp));
     SP_TRY(tcp->progress(s->tcp, &peer, text));
     SP_TRY(s->net->start_step(s));
     for (int i = 0; i < s->config.world_size; i++)
-        if (s->peers[i].added && !s->peers[i].none)
-            s->peers[i].route = SP_BY_NET;
-    forget_changes(s);
-    s->up = true;
+        s->peers[i].carried = s->peers[i].added && !s->peers[i].none;
+    s->up = s->changed = true; /* a peer may be gone already, or have sent */
     return SPCCL_OK;
 }

@@ -131,11 +131,18 @@ static spccl_status tcp_release(sp_endpoint *opaque, int peer, int queue)
 static bool tcp_flushed(sp_endpoint *opaque, int peer, int queue, uint64_t n)
 {
     const struct sp_tcp_peer *p = &sp_tcp_self(opaque)->peers[peer];
+    n += p->queues[queue].n_notes;
     for (uint32_t k = 0; !p->gone && k < p->n_sockets;
          k++) /* of the first n messages, socket k carries those with number k modulo n_sockets */
         if (socket_of(p, queue, k)->n_left < n / p->n_sockets + (k < n % p->n_sockets))
             return false;
     return true;
+}
+
+static void tcp_begin_messages(sp_endpoint *opaque, int peer)
+{
+    struct sp_tcp_queue *notes = &sp_tcp_self(opaque)->peers[peer].queues[0];
+    notes->n_notes = notes->n_sent;
 }
 
 /* ---- progress ---- */
@@ -426,6 +433,7 @@ const sp_transport sp_transport_tcp = {
     .describe = sp_tcp_describe,
     .local_ip = sp_tcp_local_ip,
     .add_peer = sp_tcp_add_peer,
+    .begin_messages = tcp_begin_messages,
     .connect_step = sp_tcp_connect_step,
     .message_max = tcp_message_max,
     .reserve = tcp_reserve,

@@ -43,6 +43,7 @@ struct sp_tcp_connecting {
 
 struct sp_tcp_queue {
     uint64_t n_sent, n_received; /* messages; n % n_sockets is the next one's socket */
+    uint64_t n_notes;            /* sent before the link carried messages (begin_messages) */
     size_t reserved;             /* payload bytes; 0: nothing is reserved */
     bool blocked;                /* the last reserve found no space */
 };
