@@ -194,22 +194,29 @@ static void stop_driving(spccl_comm *comm)
     pthread_mutex_unlock(&comm->mu);
 }
 
-static void *progress_thread(void *arg)
+/* Drive whenever there is no driver: for a blocking call until its request is done; with req NULL, as the progress thread,
+ * until the communicator stops, and only while collectives are under way. A driver (the progress thread, another caller,
+ * a caller that polls) may stop before the request is done. */
+static void drive_in_turns(spccl_comm *comm, spccl_request *req)
 {
-    spccl_comm *comm = arg;
     pthread_mutex_lock(&comm->mu);
-    while (!comm->stop) {
-        if (comm->n_under_way == 0 || comm->driver != SP_DRIVER_NONE) {
+    while (req != NULL ? !atomic_load(&req->done) : !comm->stop) {
+        if (comm->driver != SP_DRIVER_NONE || (req == NULL && comm->n_under_way == 0)) {
             pthread_cond_wait(&comm->cv, &comm->mu);
             continue;
         }
-        comm->driver = SP_DRIVER_THREAD;
+        comm->driver = req != NULL ? SP_DRIVER_CALLER : SP_DRIVER_THREAD;
         pthread_mutex_unlock(&comm->mu);
-        drive(comm, NULL);
+        drive(comm, req);
         stop_driving(comm);
         pthread_mutex_lock(&comm->mu);
     }
     pthread_mutex_unlock(&comm->mu);
+}
+
+static void *progress_thread(void *comm)
+{
+    drive_in_turns(comm, NULL);
     return NULL;
 }
 
@@ -222,24 +229,11 @@ static spccl_status start_thread_locked(spccl_comm *comm)
     return SPCCL_OK;
 }
 
-/* Wait until the request of a blocking call is done. While no other thread is the driver, this one is: a
- * driver (the progress thread, another caller, a caller that polls) may stop before the request is done. */
+/* Wait until the request of a blocking call is done, and free it. */
 static spccl_status wait_and_drive(spccl_comm *comm, spccl_request *req)
 {
     spccl_status st;
-    pthread_mutex_lock(&comm->mu);
-    while (!atomic_load(&req->done)) {
-        if (comm->driver != SP_DRIVER_NONE) {
-            pthread_cond_wait(&comm->cv, &comm->mu);
-            continue;
-        }
-        comm->driver = SP_DRIVER_CALLER;
-        pthread_mutex_unlock(&comm->mu);
-        drive(comm, req);
-        stop_driving(comm);
-        pthread_mutex_lock(&comm->mu);
-    }
-    pthread_mutex_unlock(&comm->mu);
+    drive_in_turns(comm, req);
     st = spccl_request_wait(req, -1);
     spccl_request_free(req);
     return st;
