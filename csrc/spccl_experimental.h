@@ -1,6 +1,6 @@
-/* spccl_experimental.h - what is not settled yet: weights, wide sums, signs, pruned all-reduces in two stages. The
- * promise: what is here, in spccl_channel.h and in spccl_device.cuh works and is tested as everything else is, but any version, also 0.N.x,
- * may change or remove it; CHANGELOG.md then says so. A program that uses it is compiled again for each version.
+/* spccl_experimental.h - what is not settled yet: weights, wide sums, signs, pruned all-reduces in two stages. The promise:
+ * what is here, in spccl_channel.h and in spccl_device.cuh works and is tested as everything else is, but any version, also
+ * 0.N.x, may change or remove it; CHANGELOG.md then says so. A program that uses it is compiled again for each version.
  *
  * spccl.h includes this header until 0.3; include it by its name. */
 #ifndef SPCCL_EXPERIMENTAL_H

@@ -50,7 +50,7 @@ def test_shards_hold_each_element_once(n_ranks):
     owned = [torch.zeros(numel) for numel in numels]
     sizes = set()
     for rank in range(n_ranks):
-        kept = KeptSigns(bucket, types.SimpleNamespace(rank=rank, world_size=n_ranks))
+        kept = KeptSigns(bucket, types.SimpleNamespace(number=rank, n_pruning=n_ranks))
         sizes.add(kept.n_chunks)
         assert int(kept.lengths.sum()) == sum(part.values.numel() for part in kept.parts)
         assert kept.lengths.min() >= 0 and kept.lengths.max() <= CHUNK

@@ -45,6 +45,11 @@ class Ranks:
         """Number of ranks that prune and exchange with each other."""
         return self.world_size
 
+    @property
+    def number(self) -> int:
+        """This rank's number among those."""
+        return self.rank
+
     def members(self) -> set[int]:
         """The numbers in the world of the ranks of the group."""
         return set(dist.get_process_group_ranks(self.group)) if self.group is not None else set()

@@ -89,7 +89,7 @@ class AllReduce(Exchange):
         scale = 1.0 if averages else 1.0 / self.ranks.world_size
         bucket.select(buffer, density, scale, self.settings)
         if bucket in self._kept:
-            self._kept[bucket].release(buffer, self.ranks.world_size * scale)
+            self._kept[bucket].release(buffer, self.ranks.n_pruning * scale)
         packed = self._wire.buffer(bucket, slot)
         if packed is None:
             packed = buffer

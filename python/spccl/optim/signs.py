@@ -62,8 +62,8 @@ class KeptSigns:
     """
 
     def __init__(self, bucket: Bucket, ranks: Ranks):
-        self.n_chunks = -(-bucket.length // (CHUNK * ranks.world_size))
-        self.first, n = ranks.rank * self.n_chunks * CHUNK, self.n_chunks * CHUNK
+        self.n_chunks = -(-bucket.length // (CHUNK * ranks.n_pruning))
+        self.first, n = ranks.number * self.n_chunks * CHUNK, self.n_chunks * CHUNK
         self.values = torch.zeros(n, device=bucket.device)
         self.parts: list[KeptPart] = []
         lengths = torch.zeros(self.n_chunks, dtype=torch.int32)
@@ -99,7 +99,7 @@ class Signs(Exchange):
         self._buffers: dict[tuple[torch.device, str, int], torch.Tensor] = {}
 
     def begin(self, bucket: Bucket, buffer: torch.Tensor, density: float, slot: int | None) -> Any:
-        n = self.kept[bucket].n_chunks * ROW_BYTES * self.ranks.world_size
+        n = self.kept[bucket].n_chunks * ROW_BYTES * self.ranks.n_pruning
         given, arrived = (self._take(bucket, use, slot, n) for use in ("given", "arrived"))
         bucket.send_signs(given, self.settings.leak)
         given[bucket.length // CHUNK * ROW_BYTES :].zero_()
@@ -112,7 +112,7 @@ class Signs(Exchange):
         kept = self.kept[bucket]
         rows = self._take(bucket, "rows", slot, kept.n_chunks * ROW_BYTES)
         _ext.signs_sum(
-            arrived.data_ptr(), self.ranks.world_size, kept.values.data_ptr(), rows.data_ptr(),
+            arrived.data_ptr(), self.ranks.n_pruning, kept.values.data_ptr(), rows.data_ptr(),
             kept.lengths.data_ptr(), kept.n_chunks, bucket.ordinal, bucket.stream(),
         )  # fmt: skip
         _, work = self.ranks.all_gather(rows, given)
@@ -129,7 +129,7 @@ class Signs(Exchange):
         return bucket.length // CHUNK * ROW_BYTES
 
     def delegated_bytes(self, bucket: Bucket) -> int:
-        return self.kept[bucket].n_chunks * ROW_BYTES * (self.ranks.world_size - 1)
+        return self.kept[bucket].n_chunks * ROW_BYTES * (self.ranks.n_pruning - 1)
 
     def _take(self, bucket: Bucket, use: str, slot: int | None, n_bytes: int) -> torch.Tensor:
         """[n_bytes] with any values; with slot None it is new."""
