@@ -261,6 +261,14 @@ def boxed(group: dist.ProcessGroup | None) -> Any:
     return bare.boxed()
 
 
+_in_force: dict[str, Options] = {}  # by the name of a group; a later group of that name replaces it
+
+
+def options_of(group: dist.ProcessGroup) -> Options | None:
+    """The options with which `group` was made, variables and timeout included; None if no backend of it is spccl."""
+    return _in_force.get(group.group_name) if NAME in names_of(group) else None
+
+
 # ---- making a group ------------------------------------------------------------------------------------------
 
 
@@ -364,6 +372,7 @@ def _join(member: _Member, timeout: timedelta, options: Options) -> dist.Backend
             },
             options.transports,
         )
+    _in_force[member.name] = dataclasses.replace(options, timeout=timedelta(milliseconds=timeout_ms))
     return dist.ProcessGroup.unbox(group)._get_backend(torch.device("cpu"))
 
 

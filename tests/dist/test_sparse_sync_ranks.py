@@ -12,6 +12,9 @@ GLOO = pytest.param("gloo-2", marks=pytest.mark.slow)
 test_case, test_ranks_end_well = over_ranks("sparse_sync", "spccl-2", "spccl-4", GLOO)
 # 2 replicas of 2 FSDP2 shards: the local parts of DTensors are exchanged between the replicas.
 test_fsdp2_shards, test_ranks_of_fsdp2_end_well = over_ranks("sparse_fsdp", "spccl-4")
+# 2 hosts of 2 ranks, by SPCCL_HOST_ID; 4 hosts of 2.
+EIGHT = pytest.param("spccl-8", marks=pytest.mark.slow)
+test_hosts, test_ranks_of_hosts_end_well = over_ranks("sparse_hosts", "spccl-4", EIGHT)
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_another_memory_format(dtype, settings):
             for ours, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
                 assert torch.equal(ours, theirs)
         for net, opt in zip(nets, opts, strict=True):
-            opt._moment, opt.ranks.world_size = "corrected", 4
+            opt._moment, opt.ranks.hosts = "corrected", opt.ranks.hosts._replace(n_pruning=4)
             gradients = torch.Generator().manual_seed(7)
             for p in net.parameters():
                 p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=gradients))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from spccl import backend
 
+from . import hosts
 from .checks import outside
 
 _MOST_FAULTS = 5  # of what ranks do differently, named in an error
@@ -27,9 +28,12 @@ def averages(who: str, group: dist.ProcessGroup, device: torch.device, sends_zer
 
 
 class Ranks:
-    """The process group of a `SparseSync`; without torch.distributed one rank alone, whose exchanges do nothing."""
+    """The process group of a `SparseSync`; without torch.distributed one rank alone, whose exchanges do nothing.
 
-    def __init__(self, group: dist.ProcessGroup | None):
+    hosts: which of the ranks prune with each other (`spccl._pruning.hosts`). Exchanges are between those.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, mode: str = "off"):
         there = dist.is_available() and dist.is_initialized()
         self.group = dist.group.WORLD if group is None and there else group
         self.world_size = dist.get_world_size(self.group) if self.group is not None else 1
@@ -39,16 +43,22 @@ class Ranks:
                 f"SparseSync: this process (rank {dist.get_rank()} of the world) is not in the group it was given; "
                 "make the optimizer only on ranks of the group"
             )
+        self.hosts = hosts.find("SparseSync", mode, self.group)
 
     @property
     def n_pruning(self) -> int:
-        """Number of ranks that prune and exchange with each other."""
-        return self.world_size
+        """Number of ranks that prune and exchange with each other: hosts, where a host's ranks average first."""
+        return self.hosts.n_pruning
+
+    @property
+    def across(self) -> dist.ProcessGroup | None:
+        """The group in which this rank prunes and exchanges; None for one rank alone."""
+        return self.hosts.across if self.world_size > 1 else None
 
     @property
     def number(self) -> int:
         """This rank's number among those."""
-        return self.rank
+        return self.hosts.host
 
     def members(self) -> set[int]:
         """The numbers in the world of the ranks of the group."""
@@ -56,40 +66,40 @@ class Ranks:
 
     def backend(self, device: torch.device) -> str:
         """Name of the backend that carries tensors of `device`; "none" for one rank alone."""
-        if self.world_size == 1 or self.group is None:
-            return "none"
-        return backend.name_for(self.group, device)
+        return "none" if self.across is None else backend.name_for(self.across, device)
 
     def averages(self, device: torch.device, sends_zeros: bool = True) -> bool:
         """Whether an all-reduce can average. See the function `averages`."""
-        return self.world_size == 1 or averages("SparseSync", self.group, device, sends_zeros)
+        return self.across is None or averages("SparseSync", self.across, device, sends_zeros)
 
     def all_reduce(self, buffer: torch.Tensor, average: bool) -> "dist.Work | None":
-        """Start the average (or sum) of `buffer` over the ranks, in place; None if there is nothing to wait for."""
-        if self.world_size == 1:
+        """Start the average (or sum) of `buffer` over the ranks that prune with each other, in place; None if there is
+        nothing to wait for."""
+        if self.across is None or buffer.numel() == 0:
             return None
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        return dist.all_reduce(buffer, op=op, group=self.group, async_op=True)
+        return dist.all_reduce(buffer, op=op, group=self.across, async_op=True)
 
     def all_to_all(self, given: torch.Tensor, out: torch.Tensor) -> "dist.Work | None":
-        """Start sending block r of `given` [ranks * n] to rank r; `out` [ranks * n] gets what each sent, by rank."""
-        if self.world_size == 1:
+        """Start sending block r of `given` [n_pruning * n] to rank r of those that prune with each other; `out`
+        [n_pruning * n] gets what each sent, in their order."""
+        if self.across is None or given.numel() == 0:
             out.copy_(given)
             return None
-        return dist.all_to_all_single(out, given, group=self.group, async_op=True)
+        return dist.all_to_all_single(out, given, group=self.across, async_op=True)
 
     def all_gather(
         self, mine: torch.Tensor, out: torch.Tensor | None = None
     ) -> "tuple[torch.Tensor, dist.Work | None]":
-        """Start the gathering of every rank's `mine` [n], in rank order: ([ranks, n], what to wait for).
+        """Start the gathering of `mine` [n] of the ranks that prune with each other, in their order: ([n_pruning, n],
+        what to wait for).
 
-        Args: out: [ranks * n] to gather into; None: a new tensor.
+        Args: out: [n_pruning * n] to gather into; None: a new tensor.
         """
-        everyone = (mine.new_empty(self.world_size * mine.numel()) if out is None else out).view(self.world_size, -1)
-        if self.world_size == 1:
+        everyone = (mine.new_empty(self.n_pruning * mine.numel()) if out is None else out).view(self.n_pruning, -1)
+        if self.across is None or mine.numel() == 0:
             return everyone.copy_(mine[None]), None
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-        return everyone, gather(everyone.view(-1), mine, group=self.group, async_op=True)
+        return everyone, all_gather(everyone.view(-1), mine, self.across, True)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank what rank 0 of the group has."""
@@ -124,9 +134,10 @@ class Ranks:
 
     def require_equal_weights(self, sums: Sequence[int], exchange: int) -> None:
         """Errors on every rank, naming ranks, unless all ranks' checksums of their global weights are the same."""
-        everyone = [tuple(theirs) for theirs in self.gather(list(sums))]
-        common = max(everyone, key=everyone.count)
-        odd = [rank for rank, theirs in enumerate(everyone) if theirs != common]
+        places = [place for _, place in self.hosts.of_rank]  # ranks of one place have the same part of the weights
+        everyone = list(zip(places, map(tuple, self.gather(list(sums))), strict=True))
+        common = {place: max((x for x in everyone if x[0] == place), key=everyone.count) for place in places}
+        odd = [rank for rank, theirs in enumerate(everyone) if theirs != common[theirs[0]]]
         if odd:
             raise RuntimeError(
                 f"SparseSync: after exchange {exchange} the global weights of {_ranks(odd)} differ from those of "
@@ -139,6 +150,14 @@ class Ranks:
         if self.group is None:
             return "none"
         return ", ".join(sorted(set(backend.names_of(self.group))))
+
+
+def all_gather(
+    out: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> "dist.Work | None":
+    """torch's all-gather of one tensor [n] into [ranks * n]. It was renamed in torch 2.13."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(out, mine, group=group, async_op=async_op)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

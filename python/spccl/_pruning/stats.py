@@ -20,7 +20,9 @@ def report(names: Iterable[str], **figures: Any) -> dict[str, Any]:
     """
     update, unsent = figures["update_norm"], figures["unsent_norm"]
     ratio = unsent / update if update and unsent is not None else None
-    unknown = dict.fromkeys(("select_ms", "select_ms_mean", "exchange_ms", "exchange_ms_mean"))
+    unknown = dict.fromkeys(
+        ("select_ms", "select_ms_mean", "exchange_ms", "exchange_ms_mean", "pruning_ranks", "hosts")
+    )
     return {**unknown, **figures, "residual_ratio": ratio, "backend": ", ".join(sorted(names)) or "none"}
 
 
@@ -65,6 +67,9 @@ class HasStats:
             nonfinite_elems    of a hook: entries of gradients with inf or nan so far; of SparseSync: weights that had
                                become inf or nan and were set to the global ones
             backend            what carries the exchange: "spccl", "nccl", ..., "none" for one rank
+            pruning_ranks      ranks that prune and exchange with each other: hosts, where a host's ranks average first.
+                               Entries and bytes are those of this rank's part then, wire_bytes those between hosts
+            hosts              a sentence: whether hosts prune, and why
         """
         raise NotImplementedError
 

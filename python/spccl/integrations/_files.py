@@ -127,7 +127,7 @@ def with_global_weights(sync: SparseSync, state_dict: dict[str, Any]) -> dict[st
 
     Tied weights share memory in the result too.
     """
-    from spccl.optim.sync import own_pointer
+    from spccl.optim.bucket import own_pointer
 
     trained = {w.pointer for bucket in sync.buckets for w in bucket.weights}
     copies: dict[tuple[object, ...], Any] = {}

@@ -20,7 +20,7 @@ the parameter is added to the master, and the parameter becomes the rounded mast
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,6 +28,7 @@ from spccl import _ext, prune
 
 from .settings import Settings
 
+Own = Callable[[Sequence["Weight"]], list["Weight"]]  # the parts of parameters that this rank owns
 Scratch = tuple[torch.Tensor, torch.Tensor]  # both at least as long as the bucket, of its wide dtype
 _ALIGN = 4  # elements: the GPU's kernels want weights at multiples of 16 bytes
 
@@ -37,7 +38,9 @@ class Weight:
 
     Attributes:
         index: its number in the optimizer, counted over all groups.
-        flat: its memory as [numel], in memory order.
+        span: (first element, end) of what this object is of the parameter's memory: all, or this rank's part where
+            hosts prune.
+        flat: that memory as [numel], in memory order.
         pruned: False if it is sent whole.
         absorbed: factor on what the optimizer changed in it, with 16 bits (see `look_ahead`).
         state: [prune.STATE_COLUMNS] int64, a `spccl_prune_state`: threshold and counts.
@@ -45,15 +48,27 @@ class Weight:
         begin: its first element in flat tensors of the bucket.
     """
 
-    __slots__ = ("absorbed", "begin", "flat", "index", "key", "name", "numel", "param", "pointer", "pruned", "state")
+    __slots__ = (
+        "absorbed", "begin", "flat", "index", "key", "name", "numel", "param", "pointer", "pruned", "span", "state"
+    )  # fmt: skip
 
-    def __init__(self, index: int, name: str, param: torch.Tensor, pruned: bool, state: torch.Tensor):
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        param: torch.Tensor,
+        pruned: bool,
+        state: torch.Tensor,
+        span: tuple[int, int] | None = None,
+    ):
         self.index = index
         self.name = name
         self.param = param
-        self.flat = flat_memory(param, name)
+        whole = flat_memory(param, name)
+        self.span = (0, whole.numel()) if span is None else span
+        self.flat = whole[slice(*self.span)]
         self.numel = self.flat.numel()
-        self.pointer = self.flat.data_ptr()
+        self.pointer = whole.data_ptr()
         self.pruned = pruned
         self.state = state
         self.absorbed = 1.0
@@ -65,6 +80,12 @@ class Weight:
                 "a view into a larger tensor: give it memory of its own before the optimizer is made"
             )
 
+    def part(self, span: tuple[int, int]) -> "Weight":
+        """A part of this parameter, with the same state."""
+        part = Weight(self.index, self.name, self.param, self.pruned, self.state, span)
+        part.absorbed = self.absorbed
+        return part
+
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself; of a DTensor the part that this rank has."""
@@ -74,6 +95,10 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def own_memory(param: torch.Tensor) -> torch.Tensor:
     """The values of `param` on this rank."""
     return local_part(param).detach()
+
+
+def own_pointer(param: torch.Tensor) -> int:
+    return local_part(param).data_ptr()
 
 
 def flat_memory(param: torch.Tensor, name: str) -> torch.Tensor:
@@ -95,6 +120,8 @@ class Bucket:
     multiple of 4 elements, and the gaps are 0. With `rows` > 0, pruned parameters come first and begin at multiples of
     `rows`: the first `n_chunked` elements are whole chunks.
 
+    A bucket may have no elements, where this rank owns no part of its parameters.
+
     ordinal     number of the GPU; -1: host memory
 
     globals     [length] z, float32 (float64 for float64 parameters)
@@ -102,9 +129,11 @@ class Bucket:
     velocity    [length] u, with outer momentum; else None
     """
 
-    def __init__(self, weights: Sequence[Weight], outer_momentum: float, rows: int = 0):
+    def __init__(self, members: Sequence[Weight], outer_momentum: float, rows: int = 0, own: "Own | None" = None):
+        self.members = list(members)  # the parameters, whole
+        weights = self.members if own is None else own(self.members)
         self.weights = sorted(weights, key=lambda w: not w.pruned) if rows else list(weights)
-        first = self.weights[0].flat
+        first = self.members[0].flat
         self.dtype, self.device = first.dtype, first.device
         self.ordinal = -1 if first.device.type == "cpu" else first.device.index
         wide = prune.wide_dtype(self.dtype)
@@ -141,11 +170,14 @@ class Bucket:
 
     def prepare(self) -> None:
         """Make the plan of the exchange: the addresses of the weights are now final."""
+        if self.length == 0:
+            return
         rows = b"".join(
             prune.SEGMENT.pack(
                 w.begin, w.numel, own.data_ptr(), common.data_ptr(), w.state.data_ptr(), w.key, not w.pruned
             )
             for w, own, common in zip(self.weights, self.locals, self.global_parts, strict=True)
+            if w.numel
         )
         wide = str(self.globals.dtype).removeprefix("torch.")
         self._owner, self._plan = _ext.weights_plan(rows, self.length, wide, self.ordinal)
@@ -183,6 +215,8 @@ class Bucket:
 
         With 2 levels each chunk sends two magnitudes.
         """
+        if self.length == 0:
+            return
         if self._gaps is not None:
             out.index_fill_(0, self._gaps, 0.0)
         _ext.weights_send(
@@ -205,6 +239,8 @@ class Bucket:
 
     def apply(self, average: torch.Tensor, settings: Settings) -> None:
         """Advance z and w by the average [length] that has arrived, which is overwritten."""
+        if self.length == 0:
+            return
         if settings.look_ahead != 1:
             average.mul_(1 / settings.look_ahead)
         if self.velocity is not None:
@@ -252,7 +288,8 @@ _COLUMNS = 4093  # a prime: no row of a matrix is a multiple of it
 
 
 def make_buckets(
-    weights: Sequence[Weight], most_bytes: int, outer_momentum: float, rows: int = 0, apart: bool = False
+    weights: Sequence[Weight], most_bytes: int, outer_momentum: float, rows: int = 0, apart: bool = False,
+    own: Own | None = None,
 ) -> list[Bucket]:
     """Buckets in the order of the parameters. A bucket has at most `most_bytes` of float32, and at most an eighth of
     all weights or 4 MiB, whichever is more; or one parameter.
@@ -268,4 +305,4 @@ def make_buckets(
         if lists[-1] and 4 * (sum(x.numel for x in lists[-1]) + w.numel) > most_bytes:
             lists.append([])
         lists[-1].append(w)
-    return [Bucket(some, outer_momentum, rows) for lists in by_kind.values() for some in lists]
+    return [Bucket(some, outer_momentum, rows, own) for lists in by_kind.values() for some in lists]

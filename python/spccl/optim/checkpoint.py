@@ -7,6 +7,7 @@ world size; only the moments of the inner optimizer then come from that rank.
 {"state", "param_groups": those of the inner optimizer, "sparse_sync": {
     "version", "world_size", "rank", "steps", "exchanges", "seed", "look_ahead", "consolidated",
     "shard": (number, how many) in each process group over which DTensor parameters are sharded,
+    "hosts", "memory": see `spccl.optim.host_states`,
     "names", "shapes": of each trained parameter, in the optimizer's order; a name is None where the optimizer was given
         parameters without names,
     "parameters": one for each of them: {"index", "global": z, "local": w or None where the state is consolidated,
@@ -32,8 +33,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from spccl._pruning.checks import is_whole
 from spccl._pruning.hook_state import plain_name, require_one_shard
 
+from . import host_states
 from .bucket import local_part, own_memory
 
 if TYPE_CHECKING:
@@ -60,16 +63,15 @@ def save(sync: SparseSync) -> dict[str, Any]:
         velocities = [None] * len(bucket.weights) if bucket.velocity is None else bucket.split(bucket.velocity)
         for place, (w, velocity) in enumerate(zip(bucket.weights, velocities, strict=True)):
             common, own = bucket.values(place)
-            parameters.append(
-                {
-                    "index": w.index,
-                    "global": _shaped(common, w.param).contiguous(),
-                    "local": _shaped(own, w.param).contiguous(),
-                    "velocity": None if velocity is None else _shaped(velocity.clone(), w.param).contiguous(),
-                    "prune": w.state.clone(),
-                    "kept": kept.get(w.index),
-                }
-            )
+            velocity = None if velocity is None else velocity.clone()
+            is_part = sync.host is not None
+            if w.index in sync.whole:
+                (common, velocity), is_part = sync.whole[w.index], False
+                own = common
+            named = {"global": common, "local": own, "velocity": velocity}
+            if not is_part:
+                named = {n: None if x is None else _shaped(x, w.param).contiguous() for n, x in named.items()}
+            parameters.append({"index": w.index, **named, "prune": w.state.clone(), "kept": kept.get(w.index)})
     parameters.sort(key=lambda entry: entry["index"])
     consolidated = not kept and all(torch.equal(entry["local"], entry["global"]) for entry in parameters)
     if consolidated:
@@ -85,6 +87,8 @@ def save(sync: SparseSync) -> dict[str, Any]:
         "look_ahead": sync.settings.look_ahead,
         "consolidated": consolidated,
         "shard": sync._shards.place,
+        "hosts": None if sync.whole else host_states.of(sync),
+        "memory": host_states.memory_of(sync),
         "names": [plain_name(w.name) if sync._named else None for w in sync._weights],
         "shapes": [tuple(w.param.shape) for w in sync._weights],
         "parameters": parameters,
@@ -121,7 +125,15 @@ def load(sync: SparseSync, state: dict[str, Any]) -> None:
         return
     if isinstance(mine, dict) and mine.get("version") == 1:
         mine = _from_version_1(sync, mine)
-    _check(sync, mine)
+    fault = None
+    try:
+        _check(sync, mine)
+    except (ValueError, RuntimeError) as error:
+        fault = error
+    if sync.host is not None:
+        sync.host.require_fine(fault)
+    elif fault is not None:
+        raise fault
     sync._shards.forget_gathered()
     sync._step_to_load = None
     entries = {entry["index"]: entry for entry in mine["parameters"]}
@@ -131,11 +143,17 @@ def load(sync: SparseSync, state: dict[str, Any]) -> None:
         velocities = [None] * len(bucket.weights) if bucket.velocity is None else bucket.split(bucket.velocity)
         for place, (w, velocity) in enumerate(zip(bucket.weights, velocities, strict=True)):
             entry = entries[w.index]
-            _shaped(bucket.global_parts[place], w.param).copy_(entry["global"])
-            _shaped(bucket.locals[place], w.param).copy_(_local(sync, mine, entry))
+            into = [(bucket.global_parts[place], entry["global"]), (bucket.locals[place], _local(sync, mine, entry))]
+            into += [] if velocity is None else [(velocity, entry["velocity"])]
+            for flat, given in into:
+                if sync.host is None:
+                    _shaped(flat, w.param).copy_(given)
+                elif mine.get("hosts") is None:  # consolidated, of whole parameters
+                    part = own_memory(w.param)
+                    flat.copy_(host_states.part_of(given, (part.shape, part.stride()), w.span))
+                else:
+                    flat.copy_(given)
             w.state.copy_(entry["prune"])
-            if velocity is not None:
-                _shaped(velocity, w.param).copy_(entry["velocity"])
         bucket.publish()
     for kept in sync.transfers.kept.values():
         kept.values.zero_()
@@ -143,6 +161,9 @@ def load(sync: SparseSync, state: dict[str, Any]) -> None:
             saved = entries[int(part.name)].get("kept")
             if saved is not None:
                 part.values.copy_(saved["values"]).mul_(_look_ahead_factor(sync, mine))
+    sync.whole = {}
+    if sync.host is not None:
+        sync.host.gather()
     sync.steps, sync.exchanges = int(mine["steps"]), int(mine["exchanges"])
     sync._check_next = True
     sync._tally.reset()
@@ -235,6 +256,7 @@ def _check(sync: SparseSync, mine: dict[str, Any] | None) -> None:
     if not isinstance(mine, dict) or mine.get("version") != VERSION:
         got = f"version {mine.get('version')!r}" if isinstance(mine, dict) else f"a state without {KEY!r}"
         raise ValueError(f"{who}: got {got}, wanted what SparseSync.state_dict() of version {VERSION} or 1 returned")
+    host_states.check(who, sync, mine)
     world_size, rank = sync.ranks.world_size, sync.ranks.rank
     if not mine["consolidated"] and mine["world_size"] != world_size:
         raise ValueError(
@@ -283,8 +305,11 @@ def _require_same_parameters(who: str, sync: SparseSync, mine: dict[str, Any]) -
     missing there or here."""
     kept = zip(mine["parameters"], mine["names"], mine["shapes"], strict=True)
     theirs = {entry["index"]: (name, tuple(shape), tuple(entry["global"].shape)) for entry, name, shape in kept}
+    shapes = {w.index: tuple(own_memory(w.param).shape) for w in sync._weights}
+    if mine.get("hosts") is not None:
+        shapes = {w.index: (w.numel,) for bucket in sync.buckets for w in bucket.weights}
     ours = {
-        w.index: (plain_name(w.name) if sync._named else None, tuple(w.param.shape), tuple(own_memory(w.param).shape))
+        w.index: (plain_name(w.name) if sync._named else None, tuple(w.param.shape), shapes[w.index])
         for w in sync._weights
     }
     for index in sorted({*theirs, *ours}):
@@ -309,21 +334,28 @@ def _describe(parameter: tuple[str | None, Any, Any]) -> str:
 
 
 def reshard(
-    states: list[dict[str, Any]], world_size: int, ranks: Iterable[int] | None = None
+    states: list[dict[str, Any]], world_size: int, ranks: Iterable[int] | None = None, *, per_host: int = 1
 ) -> list[dict[str, Any]]:
-    """States for `world_size` ranks from those of all ranks of another world size, in rank order.
+    """States for `world_size` ranks from those of all ranks of another world size, in rank order, or of other hosts.
 
-    New rank r gets the inner optimizer's state of old rank r % len(states), and as unsent part the sum of those of old
-    ranks r, r + world_size, ... times world_size / len(states). So the average over ranks of what is unsent stays. What
-    owners kept of sums becomes part of what is unsent, of every rank.
+    Of n ranks that prune, new rank r gets the inner optimizer's state of old rank r % len(states), and as unsent part
+    the sum of those of old ranks r, r + n, ... times n / len(states). So the average over ranks of what is unsent
+    stays. Where hosts prune, hosts count in the place of these ranks. What owners kept of sums becomes part of what is
+    unsent, of every rank.
 
-    Args: ranks: the new ranks whose states are made; None: all.
-    Raises: ValueError if a rank's state is missing, or the states differ in step or shard.
+    Args: ranks: the new ranks whose states are made; None: all. per_host: ranks of each new host where hosts will
+        prune, numbered host by host; 1: all ranks prune.
+    Raises: ValueError if a rank's state is missing, or the states differ in step or shard, or `per_host` does not
+        divide `world_size`.
     """
     parts = [state.get(KEY) for state in states]
     if not parts or world_size < 1 or any(part is None for part in parts):
         raise ValueError(f"SparseSync.reshard: got {len(states)} states for {world_size} ranks, wanted states of "
                          "SparseSync.state_dict()")  # fmt: skip
+    if not is_whole(per_host, 1) or world_size % per_host:
+        raise ValueError(f"SparseSync.reshard: per_host={per_host!r} for {world_size} ranks, wanted a divisor of them")
+    states = host_states.whole(KEY, states)
+    parts = [state[KEY] for state in states]
     found = [(part["world_size"], part["rank"], part["steps"]) for part in parts]
     if found != [(len(parts), rank, parts[0]["steps"]) for rank in range(len(parts))]:
         raise ValueError(
@@ -331,14 +363,16 @@ def reshard(
             f"{found} as (ranks, rank, step)"
         )
     require_one_shard("SparseSync", (part.get("shard", ()) for part in parts))
-    factor = world_size / len(parts)
+    n_pruning = world_size // per_host
+    factor = n_pruning / len(parts)
     new = []
     for rank in range(world_size) if ranks is None else ranks:
+        number = rank // per_host
         parameters = []
         for place, entry in enumerate(parts[0]["parameters"]):
             common = entry["global"]
             unsent = torch.zeros_like(common)
-            for part in parts[rank::world_size]:
+            for part in parts[number::n_pruning]:
                 theirs = part["parameters"][place]
                 if theirs["local"] is not None:
                     unsent += theirs["local"].to(common.device) - common
@@ -347,7 +381,8 @@ def reshard(
                 _add_kept(unsent, part["parameters"][place].get("kept"))
             parameters.append({**entry, "local": common + unsent, "kept": None})
         mine = {**parts[0], "world_size": world_size, "rank": rank, "consolidated": False, "parameters": parameters}
-        new.append({**states[rank % len(states)], KEY: mine})
+        mine = mine if per_host == 1 else host_states.cut(mine, world_size, rank, per_host)
+        new.append({**states[number % len(states)], KEY: mine})
     return new
 
 

@@ -3,13 +3,15 @@
 import gc
 import inspect
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from spccl._pruning.checks import require
+
+from .bucket import Weight, own_memory, own_pointer
 
 
 def check_group(group: object) -> None:
@@ -70,6 +72,32 @@ def check_param(name: str, param: torch.Tensor, bits: int | None) -> None:
             f"SparseSync: parameter {name} is on {param.device}, wanted host or CUDA memory; call model.to_empty() or "
             "model.to() before the optimizer is made"
         )
+
+
+def require_same_parameters(optimizer: torch.optim.Optimizer, weights: Sequence[Weight]) -> None:
+    """Raises: RuntimeError unless the optimizer's trained parameters are these, in the same memory."""
+    present = [p for group in optimizer.param_groups for p in group["params"]]
+    ours = {id(w.param) for w in weights}
+    for p in present:
+        if p.requires_grad and own_memory(p).numel() and id(p) not in ours:
+            raise RuntimeError(
+                f"SparseSync.step: the optimizer has a parameter of shape {tuple(p.shape)} that was not there, or did "
+                "not require a gradient, when SparseSync was made; make a new SparseSync after changing the optimizer, "
+                "on all ranks at the same step"
+            )
+    theirs = {id(p) for p in present}
+    for w in weights:
+        if id(w.param) not in theirs:
+            raise RuntimeError(
+                f"SparseSync.step: parameter {w.name} of shape {tuple(w.param.shape)} was removed from the optimizer "
+                "after SparseSync was made; make a new SparseSync after changing the optimizer, on all ranks at the "
+                "same step"
+            )
+        if own_pointer(w.param) != w.pointer:
+            raise RuntimeError(
+                f"SparseSync.step: parameter {w.name} has other memory than when SparseSync was made; call model.to() "
+                "and the like before the optimizer is made"
+            )
 
 
 def refuse_ddp(params: Iterable[torch.Tensor], members: set[int]) -> None:

@@ -82,11 +82,11 @@ class AllReduce(Exchange):
     ):
         super().__init__(settings, ranks, buckets)
         self._averages, self._kept = averages, kept or {}
-        self._wire = Wire(buckets, None if ranks.world_size == 1 else wire_dtype)
+        self._wire = Wire(buckets, None if ranks.n_pruning == 1 else wire_dtype)
 
     def begin(self, bucket: Bucket, buffer: torch.Tensor, density: float, slot: int | None) -> Any:
         averages = self._averages[bucket.device]
-        scale = 1.0 if averages else 1.0 / self.ranks.world_size
+        scale = 1.0 if averages else 1.0 / self.ranks.n_pruning
         bucket.select(buffer, density, scale, self.settings)
         if bucket in self._kept:
             self._kept[bucket].release(buffer, self.ranks.n_pruning * scale)
@@ -126,7 +126,7 @@ class TwoBits(Exchange):
         buffer.zero_()
         for rank, packed in enumerate(received):
             add_packed(packed, buffer, bucket.n_chunked, self._layout, rank)
-        buffer.div_(self.ranks.world_size)
+        buffer.div_(self.ranks.n_pruning)
 
     def sent_bytes(self, bucket: Bucket) -> int:
         return packed_bytes(bucket.length, bucket.n_chunked, self._layout, bucket.globals.element_size())

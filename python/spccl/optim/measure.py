@@ -80,7 +80,7 @@ class Tally:
             self._wire.end(self._group())
         if self._update is not None:
             s = self.sync
-            numels = [w.numel for b in s.buckets for w in b.weights]
+            numels = [w.numel for b in s.buckets for w in b.weights]  # of parts, which may have none
             unsent = [
                 own - common
                 for b in s.buckets
@@ -126,11 +126,14 @@ class Tally:
             exchange_ms=self._last_s * 1e3,
             exchange_ms_mean=self._seconds * 1e3 / max(1, self._exchanges),
             skipped_steps=self.skipped,
+            pruning_ranks=s.ranks.n_pruning,
+            hosts=s.ranks.hosts.why,
             nonfinite_elems=sum(row[prune.N_NONFINITE_ALL] for row in rows),
         )
 
     def _group(self) -> torch.distributed.ProcessGroup | None:
-        return self.sync.ranks.group if self.sync.ranks.world_size > 1 else None
+        """In which the exchange's bytes are counted: where hosts prune, those between hosts."""
+        return self.sync.ranks.across
 
 
 def _probes(parts: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -139,5 +142,5 @@ def _probes(parts: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _norm(probes: list[torch.Tensor], numels: list[int]) -> float:
     norms = torch.stack([n.double().cpu() for n in torch._foreach_norm(probes, 2)])
-    shares = torch.tensor([n / p.numel() for n, p in zip(numels, probes, strict=True)], dtype=torch.float64)
+    shares = torch.tensor([n / max(1, p.numel()) for n, p in zip(numels, probes, strict=True)], dtype=torch.float64)
     return math.sqrt(float((norms * norms * shares).sum()))

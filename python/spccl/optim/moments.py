@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .bucket import Bucket, Scratch, local_part
+from .bucket import Bucket, Scratch, Weight, local_part
 from .settings import Settings
 
 # Above this number of ranks the default is "corrected". There v / N can make steps up to sqrt(N) times Adam's longest,
@@ -93,8 +93,8 @@ def correct_step(
     mean = [bucket.split(scratch[0])[i] for i in places]
     root = [bucket.split(scratch[1])[i] for i in places]
     local = [bucket.locals[i] for i in places]
-    first = [_flat(s["exp_avg"], w.numel) for s, w in zip(states, weights, strict=True)]
-    second = [_flat(s["exp_avg_sq"], w.numel) for s, w in zip(states, weights, strict=True)]
+    first = [_flat(s["exp_avg"], w) for s, w in zip(states, weights, strict=True)]
+    second = [_flat(s["exp_avg_sq"], w) for s, w in zip(states, weights, strict=True)]
     torch._foreach_copy_(mean, first)
     torch._foreach_mul_(mean, [1 / b for b in bias1])
     for sign, share in ((1.0, 1.0), (-1.0, 1.0 / n_ranks)):
@@ -117,6 +117,7 @@ def _numbers(values: list[float | torch.Tensor]) -> list[float]:
     return [read[id(v)] if isinstance(v, torch.Tensor) else float(v) for v in values]
 
 
-def _flat(moment: torch.Tensor, numel: int) -> torch.Tensor:
-    """A moment's memory, in the order of its parameter's memory."""
-    return local_part(moment).as_strided((numel,), (1,))
+def _flat(moment: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """A moment's memory, in the order of its parameter's memory, of what `weight` is of the parameter."""
+    whole = local_part(moment)
+    return whole.as_strided((whole.numel(),), (1,))[slice(*weight.span)]

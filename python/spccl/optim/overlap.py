@@ -72,7 +72,7 @@ class Overlap:
         handles: list[Any] = []
         transfers.end_later()
         buckets = transfers.buckets
-        place = {id(w.param): i for i, bucket in enumerate(buckets) for w in bucket.weights}
+        place = {id(w.param): i for i, bucket in enumerate(buckets) for w in bucket.members}
         for module in model.modules():
             own = sorted({place[id(p)] for p in _used_by(module) if id(p) in place})
             if own:
@@ -81,7 +81,7 @@ class Overlap:
                 handles.append(module.register_state_dict_pre_hook(wait))
                 handles.append(module.register_load_state_dict_pre_hook(wait))
         for i, bucket in enumerate(buckets):
-            for w in bucket.weights:
+            for w in bucket.members:
                 after = _RefusePending(w.name, i, transfers.pending)
                 handles.append(w.param.register_post_accumulate_grad_hook(after))
                 _installed[w.param] = weakref.ref(self)

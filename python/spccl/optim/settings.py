@@ -60,6 +60,7 @@ class Settings:
     bits: int | None
     look_ahead: float
     overlap: bool
+    hosts: str = "auto"
 
     def __post_init__(self) -> None:
         checks.check_density("SparseSync", self.density, callable(self.density), ", or a function; 0.01 is 1%")

@@ -20,7 +20,8 @@ from spccl._pruning.stats import HasStats
 
 from . import checkpoint, checks, measure, moments
 from . import overlap as overlaps
-from .bucket import Weight, local_part, make_buckets, own_memory
+from .bucket import Weight, make_buckets, own_memory
+from .hosts import Host, cuts
 from .look_ahead import LookAhead
 from .settings import Settings, take_older
 from .shards import Shards, gradient
@@ -148,6 +149,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         bits: int | None = None,
         look_ahead: float | None = None,
         overlap: torch.nn.Module | None = None,
+        hosts: str = "auto",
         **older: Any,
     ):
         warmup_steps, leak = take_older(older, every, warmup_steps, leak)
@@ -158,14 +160,14 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         if overlap is not None:
             overlaps.check_module(overlap)
         self.inner = optimizer
-        self.ranks = Ranks(group)
+        self.ranks = Ranks(group, hosts)
         given = {
             "density": density, "every": every, "warmup_steps": warmup_steps, "sample": sample, "min_numel": min_numel,
             "leak": leak, "outer_lr": outer_lr, "outer_momentum": outer_momentum,
             "correct_second_moment": correct_second_moment, "clip_norm": clip_norm, "check_finite": check_finite,
             "check_every": check_every, "norm_every": norm_every, "bucket_mb": bucket_mb, "seed": seed,
             "wire_dtype": wire_dtype, "chunk": chunk, "bits": bits, "look_ahead": look_ahead,
-            "overlap": overlap is not None,
+            "overlap": overlap is not None, "hosts": hosts,
         }  # fmt: skip
         rows = recipes.ADAM if moments.is_correctable(optimizer) else ()
         checks.refuse_density(density, bits)
@@ -174,25 +176,34 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         super().__setstate__({})  # hooks of torch.optim.Optimizer; its __init__ would make parameter groups of its own
         self.steps = 0  # calls of step()
         self.exchanges = 0  # exchanges that have ended
-        self._moment = moments.decide(optimizer, self.settings, self.ranks.world_size)
+        self._moment = moments.decide(optimizer, self.settings, self.ranks.n_pruning)
         self._schedule = self.settings.schedule()
         self._shards, self._weights = self._find_weights()
         self._look_ahead = LookAhead(optimizer, self._weights, self.settings.look_ahead)
         if overlap is not None:
             overlaps.check_weights(overlap, self._weights, self._shards.example)
         self.ranks.require_same({**self.settings.facts(), **self._facts()})
+        self.host = Host(self.ranks, self.align) if self.ranks.hosts.inner is not None else None
+        own = None if self.host is None else self.host.own
         n, apart = self.settings.rows, self.settings.bits == 1
-        self.buckets = make_buckets(self._weights, int(bucket_mb * 2**20), outer_momentum, n, apart)
-        self.transfers = Transfers(self.settings, self.ranks, self.buckets)
+        self.buckets = make_buckets(self._weights, int(bucket_mb * 2**20), outer_momentum, n, apart, own)
+        if self.host is not None:
+            self.host.use(self.buckets)
+        self.transfers = Transfers(self.settings, self.ranks, self.buckets, self.host)
         self._shards.forget_gathered()
         overlaps.close_earlier(self._weights)
         with torch.no_grad():
+            for w in self._weights if self.host is not None else ():
+                self.ranks.broadcast(w.flat)
             for bucket in self.buckets:
                 bucket.start()
-                self.ranks.broadcast(bucket.globals)
+                if self.host is None:
+                    self.ranks.broadcast(bucket.globals)
                 bucket.reset()
                 bucket.prepare()
         self.in_globals = False  # the model has the global weights
+        # After consolidate(), where hosts prune: (global weights, velocity or None) of each parameter, whole, flat.
+        self.whole: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._check_next = False
         self.states_apart = False  # state_dict() is then a mark: spccl.integrations keeps the states in files
         self._step_to_load: int | None = None  # of a mark that was loaded, until its state is loaded too
@@ -203,6 +214,11 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         self._overlap = None if overlap is None else overlaps.Overlap(overlap, self.transfers)
 
     # -- construction ------------------------------------------------------------------------------
+
+    @property
+    def align(self) -> int:
+        """Elements at whose multiples parameters are cut where hosts prune."""
+        return cuts(max(self.settings.chunk, self.settings.rows))
 
     def _find_weights(self) -> tuple[Shards, list[Weight]]:
         everything = [p for group in self.inner.param_groups for p in group["params"]]
@@ -291,12 +307,13 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._require_same_parameters()
+        checks.require_same_parameters(self.inner, self._weights)
         if self._is_first_step:
             self._refuse_other_averaging()
         if getattr(self, "found_inf", None) is not None:
             self._scaler = checks.refuse_unscaled(self.inner, self, self._scaler)
         self.wait()
+        self.whole = {}
         exchanging = (self.steps + 1) % self.settings.every == 0
         self._tally.before_step()
         stepped = self._local_step()
@@ -306,30 +323,6 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         if exchanging:
             self._exchange(density_at(self._schedule, self.exchanges))
         return loss
-
-    def _require_same_parameters(self) -> None:
-        present = [p for group in self.inner.param_groups for p in group["params"]]
-        ours = {id(w.param) for w in self._weights}
-        for p in present:
-            if p.requires_grad and own_memory(p).numel() and id(p) not in ours:
-                raise RuntimeError(
-                    f"SparseSync.step: the optimizer has a parameter of shape {tuple(p.shape)} that was not there, or "
-                    "did not require a gradient, when SparseSync was made; make a new SparseSync after changing the "
-                    "optimizer, on all ranks at the same step"
-                )
-        theirs = {id(p) for p in present}
-        for w in self._weights:
-            if id(w.param) not in theirs:
-                raise RuntimeError(
-                    f"SparseSync.step: parameter {w.name} of shape {tuple(w.param.shape)} was removed from the "
-                    "optimizer after SparseSync was made; make a new SparseSync after changing the optimizer, on all "
-                    "ranks at the same step"
-                )
-            if own_pointer(w.param) != w.pointer:
-                raise RuntimeError(
-                    f"SparseSync.step: parameter {w.name} has other memory than when SparseSync was made; call "
-                    "model.to() and the like before the optimizer is made"
-                )
 
     def _refuse_other_averaging(self) -> None:
         """At the first step, because a DDP module may come after this object was made. The first step may also be that
@@ -343,6 +336,8 @@ class SparseSync(HasStats, torch.optim.Optimizer):
 
     def _local_step(self) -> bool:
         """Step the inner optimizer. False if this rank's gradient has inf or nan, and the step was left out."""
+        if self.host is not None:
+            self.host.average_for(self)
         found_inf = getattr(self, "found_inf", None)  # of GradScaler, during its step()
         measures = self.settings.clip_norm is not None or (self.settings.check_finite and found_inf is None)
         if measures:
@@ -359,14 +354,14 @@ class SparseSync(HasStats, torch.optim.Optimizer):
                 return False
             scale = self._clip(grads, norm, scale)
         scaled = self._moment == "scaled"
-        scaling = moments.scaled(self.inner, self.ranks.world_size) if scaled else contextlib.nullcontext()
+        scaling = moments.scaled(self.inner, self.ranks.n_pruning) if scaled else contextlib.nullcontext()
         with self._look_ahead.slower(), scaling:
             self._stepper.step(scale)
         return True
 
     def _clip(self, grads: list[torch.Tensor], norm: float, scale: torch.Tensor | None) -> torch.Tensor | None:
         """Shorten a gradient of this norm to the bound. Returns what is still to divide by."""
-        bound = (self.settings.clip_norm or math.inf) * math.sqrt(self.ranks.world_size)
+        bound = (self.settings.clip_norm or math.inf) * math.sqrt(self.ranks.n_pruning)
         if not norm > bound or not grads:
             return scale
         if scale is not None:
@@ -380,9 +375,14 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             scratch = self.transfers.scratch[bucket.device, bucket.globals.dtype]
             bucket.absorb(scratch)
             if self._moment == "corrected" and stepped:
-                moments.correct_step(self.inner, bucket, self.ranks.world_size, scratch, self.settings.look_ahead)
+                moments.correct_step(self.inner, bucket, self.ranks.n_pruning, scratch, self.settings.look_ahead)
             if not exchanging:
                 bucket.publish()
+        if self.host is not None and not exchanging and (self._moment == "corrected" or self._has_masters()):
+            self.host.gather()  # what only the owner of a part has changed
+
+    def _has_masters(self) -> bool:
+        return any(bucket.masters is not None for bucket in self.buckets)
 
     # -- the exchange ------------------------------------------------------------------------------
 
@@ -427,12 +427,14 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         """
         if self.in_globals:
             raise RuntimeError("SparseSync.consolidate: called inside `with opt.global_weights()`; end the block first")
-        self._require_same_parameters()
+        checks.require_same_parameters(self.inner, self._weights)
         self.wait()
         self._shards.forget_gathered()
         for bucket in self.buckets:
             bucket.absorb(self.transfers.scratch[bucket.device, bucket.globals.dtype])
         self._exchange(1.0, exact=True)
+        if self.host is not None:
+            self.whole = self.host.gather_whole()
 
     @contextlib.contextmanager
     def global_weights(self) -> Iterator[None]:
@@ -460,6 +462,8 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             if inside:
                 bucket.absorb(scratch)
             bucket.swap(scratch)
+        if self.host is not None:
+            self.host.gather()
         self.in_globals = inside
 
     # -- reports, checkpoints ----------------------------------------------------------------------
@@ -490,7 +494,3 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         checkpoint.load(self, state_dict)
 
     reshard = staticmethod(checkpoint.reshard)
-
-
-def own_pointer(param: torch.Tensor) -> int:
-    return local_part(param).data_ptr()

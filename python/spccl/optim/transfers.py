@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from spccl._pruning.ranks import Ranks
 
     from .bucket import Bucket
+    from .hosts import Host
     from .settings import Settings
 
 
@@ -25,8 +26,8 @@ class Transfers:
     pending: what is under way, by number of the bucket: how it is exchanged, its buffer, the state of that.
     """
 
-    def __init__(self, settings: Settings, ranks: Ranks, buckets: list[Bucket]):
-        self.settings, self.ranks, self.buckets = settings, ranks, buckets
+    def __init__(self, settings: Settings, ranks: Ranks, buckets: list[Bucket], host: Host | None = None):
+        self.settings, self.ranks, self.buckets, self.host = settings, ranks, buckets, host
         averages = {b.device: ranks.averages(b.device, settings.bits is None) for b in buckets}
         self._signs = Signs(settings, ranks, buckets) if settings.bits == 1 else None
         self.kept: dict[Bucket, KeptSigns] = {} if self._signs is None else self._signs.kept
@@ -106,7 +107,13 @@ class Transfers:
 
     @torch.no_grad()
     def finish(self, numbers: Iterable[int]) -> None:
-        """End what is pending of these buckets: wait for it, and advance local and global weights by the average."""
+        """End what is pending of these buckets: wait for it, and advance local and global weights by the average.
+
+        Where hosts prune, the ranks of a host then gather the weights, in the order of the buckets: also those before
+        these, so that all ranks do so in one order.
+        """
+        if self.host is not None:
+            numbers = range(1 + max(numbers, default=-1))
         for i in numbers:
             if i not in self.pending:
                 continue
@@ -114,4 +121,6 @@ class Transfers:
             way.end(bucket, buffer, state)
             bucket.apply(buffer[: bucket.length], self.settings)
             bucket.publish()
+            if self.host is not None:
+                self.host.gather(i)
             del self.pending[i]

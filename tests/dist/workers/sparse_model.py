@@ -59,9 +59,9 @@ def trained(net: Net) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in net.named_parameters() if p.requires_grad}
 
 
-def top(x: torch.Tensor, density: float) -> torch.Tensor:
-    """The entries of x with the largest magnitude, zeros elsewhere; all of a small tensor."""
-    if x.dim() < 2 or x.numel() < 4096 or density >= 1:
+def top(x: torch.Tensor, density: float, is_part: bool = False) -> torch.Tensor:
+    """The entries of x with the largest magnitude, zeros elsewhere; all of a small tensor that is no part of one."""
+    if (not is_part and (x.dim() < 2 or x.numel() < 4096)) or density >= 1:
         return x.clone()
     k = max(1, math.floor(density * x.numel() + 0.5))
     threshold = x.abs().flatten().topk(k).values[-1]
@@ -96,12 +96,17 @@ def two_levels(x: torch.Tensor, chunk: int) -> torch.Tensor:
 
 
 class Simulation:
-    """All ranks in one process, float32 throughout."""
+    """All ranks in one process, float32 throughout.
+
+    per_host: ranks of each host that average their gradients; then n counts hosts. Each of them owns a part of every
+    parameter, which begins at a multiple of `align` and has a threshold of its own.
+    """
 
     def __init__(
         self, n: int = WORLD, every: int = 1, leak: float = 1.0, outer=(1.0, 0.0), make=adamw, wire=torch.float32,
-        chunk: int = 0, levels: bool = False,
+        chunk: int = 0, levels: bool = False, per_host: int = 1,
     ):  # fmt: skip
+        self.per_host, self.align = per_host, max(8, chunk)
         self.nets = [Net() for _ in range(n)]
         self.optimizers = [make(net) for net in self.nets]
         self.common = {name: p.detach().clone() for name, p in trained(self.nets[0]).items()}
@@ -110,12 +115,26 @@ class Simulation:
         self.levels = levels
 
     def step(self, t: int, density: float) -> None:
-        for rank, (net, optimizer) in enumerate(zip(self.nets, self.optimizers, strict=True)):
-            optimizer.zero_grad()
-            loss_of(net, rank, t).backward()
+        for host, (net, optimizer) in enumerate(zip(self.nets, self.optimizers, strict=True)):
+            found: dict[str, list[torch.Tensor]] = {}
+            for rank in range(host * self.per_host, (host + 1) * self.per_host):
+                optimizer.zero_grad()
+                loss_of(net, rank, t).backward()
+                for name, p in trained(net).items():
+                    found.setdefault(name, []).extend([] if p.grad is None else [p.grad.clone()])
+            for name, p in trained(net).items():
+                p.grad = sum(found[name], torch.zeros_like(p)) / self.per_host if found[name] else None
             optimizer.step()
         if (t + 1) % self.every == 0:
             self.exchange(density)
+
+    def chosen(self, x: torch.Tensor, density: float) -> torch.Tensor:
+        if self.chunk:
+            return top_of_chunks(x, density, self.chunk)
+        share = -(-x.numel() // (self.per_host * self.align)) * self.align
+        if self.per_host == 1 or x.dim() < 2 or x.numel() < 4096:
+            return top(x, density)
+        return torch.cat([top(part, density, True) for part in x.flatten().split(share)]).view_as(x)
 
     @torch.no_grad()
     def exchange(self, density: float) -> None:
@@ -123,7 +142,7 @@ class Simulation:
             locals_ = [trained(net)[name] for net in self.nets]
             total = torch.zeros_like(z)
             for w in locals_:
-                chosen = top_of_chunks(w - z, density, self.chunk) if self.chunk else top(w - z, density)
+                chosen = self.chosen(w - z, density)
                 sent = two_levels(chosen, self.chunk) if self.levels else chosen.to(self.wire).float()
                 if self.levels:  # the leak is of all that stays unsent
                     w.copy_((w - z - sent) * self.leak + z)

@@ -1,0 +1,161 @@
+"""Which ranks prune with each other: all of a group, or hosts, whose ranks average first.
+
+With hosts, a rank has two groups: its host, and its *place*: the ranks that come at the same position of their host.
+Each rank owns a part of every parameter, prunes it, and exchanges it with the ranks of its place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from spccl import _ext, backend
+
+from .checks import Rule, require
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MODE: Rule = (lambda x: x in ("auto", "off", "on"), "'auto', 'off' or 'on'")
+ALIGN = 8  # elements: 16 bytes of 2-byte values, which the GPU's kernels want
+
+
+class Hosts(NamedTuple):
+    """The hosts of a group's ranks.
+
+    why        a sentence for stats(): what was decided
+    n_pruning  ranks that prune with each other: hosts, or all ranks
+    per_host   ranks of each host that average first; 1: none do
+    host       this rank's number among those that prune with each other
+    place      this rank's number on its host
+    of_rank    (host, place) of each rank of the group
+    inner      the group of this host; None where per_host is 1
+    across     the group of this place; where per_host is 1, the whole group, None for one rank alone
+    """
+
+    why: str
+    n_pruning: int
+    per_host: int
+    host: int
+    place: int
+    of_rank: tuple[tuple[int, int], ...]
+    inner: dist.ProcessGroup | None
+    across: dist.ProcessGroup | None
+
+
+def alone(group: dist.ProcessGroup | None, rank: int, n_ranks: int, why: str) -> Hosts:
+    """All ranks prune with each other."""
+    return Hosts(why, n_ranks, 1, rank, 0, tuple((r, 0) for r in range(n_ranks)), None, group)
+
+
+def find(who: str, mode: str, group: dist.ProcessGroup | None) -> Hosts:
+    """Decide, and make the groups, on all ranks of `group`. None as `group`: one rank alone.
+
+    Raises: ValueError for a `mode` that is none; on all ranks if they differ in `mode`, or hosts were asked for where
+        they are uneven.
+    """
+    require(who, "hosts", mode, MODE[0](mode), MODE[1])
+    n_ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    known = group is None or group in dist.distributed_c10d._world.pg_map
+    if n_ranks == 1 or not known:
+        one = "one rank" if n_ranks == 1 else "off: torch.distributed does not know the group"
+        _refuse(who, mode, one)
+        return alone(group, rank, n_ranks, one)
+    everyone: list[Any] = [None] * n_ranks
+    dist.all_gather_object(everyone, (mode, _ext.get_host()), group=group)
+    modes = [theirs for theirs, _ in everyone]
+    if len(set(modes)) > 1:
+        differ = ", ".join(f"{m!r} on rank {modes.index(m)}" for m in dict.fromkeys(modes))
+        raise ValueError(f"{who}: ranks differ: hosts is {differ}; give the same on all ranks")
+    if mode == "off":
+        return alone(group, rank, n_ranks, "off: asked for")
+    of_rank, fault = _sort([host for _, host in everyone])
+    if fault is not None:
+        _refuse(who, mode, fault)
+        return alone(group, rank, n_ranks, f"off: {fault}")
+    host, place = of_rank[rank]
+    per_host = 1 + max(p for _, p in of_rank)
+    n_hosts = n_ranks // per_host
+    inner, across = _groups_of(group, of_rank, host, place)
+    why = f"{n_hosts} hosts of {per_host} ranks: those of a host average, hosts prune"
+    return Hosts(why, n_hosts, per_host, host, place, of_rank, inner, across)
+
+
+def _refuse(who: str, mode: str, found: str) -> None:
+    if mode == "on":
+        raise ValueError(
+            f"{who}: hosts='on' with {found}, wanted 2 hosts or more with the same number of ranks on each, 2 or more; "
+            "start as many ranks on each host, or leave the setting out"
+        )
+
+
+def _sort(hosts: Sequence[bytes]) -> tuple[tuple[tuple[int, int], ...], str | None]:
+    """((host, place) of each rank, why there is nothing to average inside hosts; None: there is)."""
+    number: dict[bytes, int] = {}
+    counts: list[int] = []
+    of_rank = []
+    for host in hosts:
+        n = number.setdefault(host, len(number))
+        counts += [0] * (n == len(counts))
+        of_rank.append((n, counts[n]))
+        counts[n] += 1
+    fault = None
+    if len(counts) == 1:
+        fault = f"one host of {len(hosts)} ranks"
+    elif max(counts) == 1:
+        fault = f"{len(counts)} hosts of one rank"
+    elif min(counts) != max(counts):
+        fault = f"uneven hosts: {min(counts)} to {max(counts)} ranks on each of {len(counts)} hosts"
+    return tuple(of_rank), fault
+
+
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[Any, tuple[Any, Any]]] = WeakKeyDictionary()
+
+
+def _groups_of(
+    group: dist.ProcessGroup, of_rank: tuple[tuple[int, int], ...], host: int, place: int
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The groups of this host and of this place. Made once for a group, in one order on all ranks."""
+    kept = _made.setdefault(group, {})
+    if of_rank not in kept:
+        members = dist.get_process_group_ranks(group)
+        by_host = _make(group, _lists(members, [h for h, _ in of_rank]))
+        across = _make(group, _lists(members, [p for _, p in of_rank]))
+        kept[of_rank] = by_host[host], across[place]
+    return kept[of_rank]
+
+
+def _lists(members: Sequence[int], numbers: Sequence[int]) -> list[list[int]]:
+    """The members with each number, in the order of the numbers."""
+    lists: list[list[int]] = [[] for _ in range(1 + max(numbers))]
+    for member, number in zip(members, numbers, strict=True):
+        lists[number].append(member)
+    return lists
+
+
+def _make(group: dist.ProcessGroup, lists: list[list[int]]) -> list[Any]:
+    """A group for each list. In the world all ranks make each; ranks outside of another group cannot help."""
+    names = set(backend.names_of(group))
+    options = backend.options_of(group)
+    if options is None:
+        theirs = getattr(group._get_backend(next(iter(group._device_types))), "options", None)
+        settings = {"timeout": getattr(theirs, "_timeout", None)}
+    else:
+        settings = {"timeout": options.timeout, "pg_options": options if len(names) == 1 else None}
+    settings["backend"] = names.pop() if len(names) == 1 else dist.get_backend_config(group)
+    in_world, me = group is dist.group.WORLD, dist.get_rank()
+    return [
+        dist.new_group(ranks, use_local_synchronization=not in_world, **settings) if in_world or me in ranks else None
+        for ranks in lists
+    ]
+
+
+def part(numel: int, n_places: int, place: int, align: int = ALIGN) -> tuple[int, int]:
+    """(first element, end) of what `place` of `n_places` owns of a parameter, in the order of its memory.
+
+    Cuts are at multiples of `align`. They depend on the parameter alone, so that state outlives any layout of buckets.
+    """
+    share = -(-numel // (n_places * align)) * align
+    return min(place * share, numel), min((place + 1) * share, numel)

@@ -1,0 +1,156 @@
+"""States of a `SparseSync` where hosts prune: a rank's state has its part of each parameter.
+
+Such a state has the entry "hosts": {"per_host", "host", "place"}: ranks of each host, and this rank's numbers. Its
+tensors "global", "local" and "velocity" are flat parts, in the order of the parameter's memory. `memory_of` says that
+order, for all states.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from spccl._pruning import hosts
+
+from .bucket import own_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .sync import SparseSync
+
+_TENSORS = ("global", "local", "velocity")
+
+
+def memory_of(sync: SparseSync) -> dict[str, Any]:
+    """How each parameter lies in memory, (shape, strides) of this rank's part of a DTensor, and where it is cut."""
+    layouts = [(tuple(own_memory(w.param).shape), tuple(own_memory(w.param).stride())) for w in sync._weights]
+    return {"layouts": layouts, "align": sync.align}
+
+
+def shape_of(mine: dict[str, Any]) -> tuple[int, int]:
+    """(ranks of the run, those of each host that averaged first) of the entry "sparse_sync"."""
+    return mine["world_size"], (mine.get("hosts") or {"per_host": 1})["per_host"]
+
+
+def whole(key: str, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """States of whole parameters, one for each rank that pruned: of hosts where the ranks of hosts averaged first.
+
+    Raises: ValueError if the state of a rank is missing or given twice, or states are of several steps or shapes.
+    """
+    parts = [state[key] for state in states]
+    if all(not part.get("hosts") for part in parts):
+        return list(states)
+    found = [(*shape_of(part), part["steps"]) for part in parts]
+    if len(set(found)) > 1 or found[0][0] != len(states):
+        raise ValueError(
+            "SparseSync.reshard: wanted the states of all ranks at one step, got "
+            f"{found} as (ranks, ranks of a host, step)"
+        )
+    per_host = found[0][1]
+    places = {(p["hosts"]["host"], p["hosts"]["place"]): state for p, state in zip(parts, states, strict=True)}
+    n_hosts = len(states) // per_host
+    missing = [(h, p) for h in range(n_hosts) for p in range(per_host) if (h, p) not in places]
+    if missing:
+        raise ValueError(f"SparseSync.reshard: no state of {missing}, as (host, place on it)")
+    result = []
+    for host in range(n_hosts):
+        ours = [places[host, place] for place in range(per_host)]
+        result.append({**ours[0], key: _join([state[key] for state in ours], host, n_hosts)})
+    return result
+
+
+def _join(parts: list[dict[str, Any]], host: int, n_hosts: int) -> dict[str, Any]:
+    """One state of a host's whole parameters from those of its ranks, in the order of their places."""
+    parameters = []
+    consolidated = all(part["consolidated"] for part in parts)
+    for i, (shape, strides) in enumerate(parts[0]["memory"]["layouts"]):
+        entries = [part["parameters"][i] for part in parts]
+        joined = dict(entries[0])
+        for name in _TENSORS:
+            given = [e["global"] if e[name] is None and name == "local" else e[name] for e in entries]
+            is_there = given[0] is not None and not (name == "local" and consolidated)
+            joined[name] = torch.cat(given).as_strided(shape, strides).contiguous() if is_there else None
+        joined["kept"] = _join_kept(entries, strides)
+        parameters.append(joined)
+    return {**parts[0], "world_size": n_hosts, "rank": host, "hosts": None, "consolidated": consolidated,
+            "parameters": parameters}  # fmt: skip
+
+
+def _join_kept(entries: list[dict[str, Any]], strides: Sequence[int]) -> dict[str, Any] | None:
+    """What the ranks of a host keep of the sums of one parameter, as its entry "kept"."""
+    kept = [torch.zeros_like(entry["global"]) for entry in entries]
+    for flat, entry in zip(kept, entries, strict=True):
+        if entry.get("kept") is not None:
+            first, values = entry["kept"]["first"], entry["kept"]["values"]
+            flat[first : first + values.numel()] = values.to(flat.device)
+    values = torch.cat(kept)
+    return {"first": 0, "values": values, "stride": strides} if values.any() else None
+
+
+def cut(mine: dict[str, Any], world_size: int, rank: int, per_host: int) -> dict[str, Any]:
+    """The entry "sparse_sync" of `rank`, of hosts of `per_host` ranks, from that of its host's whole parameters."""
+    host, place = divmod(rank, per_host)
+    memory = mine.get("memory") or {"layouts": [None] * len(mine["parameters"]), "align": hosts.ALIGN}
+    parameters = []
+    for entry, layout in zip(mine["parameters"], memory["layouts"], strict=True):
+        span = hosts.part(entry["global"].numel(), per_host, place, memory["align"])
+        flats = {n: part_of(entry[n], layout, span) for n in _TENSORS if entry[n] is not None}
+        parameters.append({**entry, **flats})
+    layouts = [
+        layout or (tuple(entry["global"].shape), entry["global"].stride())
+        for layout, entry in zip(memory["layouts"], mine["parameters"], strict=True)
+    ]
+    return {**mine, "world_size": world_size, "rank": rank, "hosts": _numbers(per_host, host, place),
+            "memory": {**memory, "layouts": layouts}, "parameters": parameters}  # fmt: skip
+
+
+def part_of(shaped: torch.Tensor, layout: tuple[Any, Any] | None, span: tuple[int, int]) -> torch.Tensor:
+    """A copy of a part of a tensor of a parameter's shape, in the order of the parameter's memory."""
+    if layout is None:
+        return shaped.contiguous().view(-1)[slice(*span)].clone()
+    flat = torch.empty(math.prod(layout[0]), dtype=shaped.dtype, device=shaped.device)
+    flat.as_strided(layout[0], layout[1]).copy_(shaped)
+    return flat[slice(*span)].clone()
+
+
+def of(sync: SparseSync) -> dict[str, int] | None:
+    """The entry "hosts" of this rank's state."""
+    h = sync.ranks.hosts
+    return None if sync.host is None else _numbers(h.per_host, h.host, h.place)
+
+
+def _numbers(per_host: int, host: int, place: int) -> dict[str, int]:
+    return {"per_host": per_host, "host": host, "place": place}
+
+
+def check(who: str, sync: SparseSync, mine: dict[str, Any]) -> None:
+    """Raises: ValueError for a state of another shape of hosts, or of other places or memory formats."""
+    ours, theirs = of(sync), mine.get("hosts")
+    n, n_ours = mine["world_size"], sync.ranks.world_size
+    if theirs is None and (ours is None or mine["consolidated"]):
+        return
+    if ours is None or theirs is None or (theirs["per_host"], n) != (ours["per_host"], n_ours):
+        raise ValueError(
+            f"{who}: got the state of one of {_describe(theirs, n)}, this run has {_describe(ours, n_ours)}; pass all "
+            f"ranks' states through SparseSync.reshard(states, {n_ours}, per_host={sync.ranks.hosts.per_host}), or "
+            "save after consolidate()"
+        )
+    if theirs != ours:
+        raise ValueError(
+            f"{who}: got the state of place {theirs['place']} on host {theirs['host']}, this rank is place "
+            f"{ours['place']} on host {ours['host']}; start the ranks host by host, as the run that saved it"
+        )
+    if mine["memory"] != memory_of(sync):
+        raise ValueError(
+            f"{who}: the state is of parameters with other memory formats or another chunk; use those of the run that "
+            "saved it, or save after consolidate()"
+        )
+
+
+def _describe(numbers: dict[str, int] | None, n_ranks: int) -> str:
+    if numbers is None:
+        return f"{n_ranks} ranks that prune"
+    return f"{n_ranks // numbers['per_host']} hosts of {numbers['per_host']} ranks"
