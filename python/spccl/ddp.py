@@ -15,6 +15,7 @@ import torch.distributed as dist
 from spccl import prune
 
 from ._pruning import hook_state
+from ._pruning import hosts as hosts_
 from ._pruning.backward import at_end_of_backward, in_backward
 from ._pruning.ddp_model import (
     LastAverages,
@@ -25,6 +26,7 @@ from ._pruning.ddp_model import (
     refuse_second_hook,
 )
 from ._pruning.hook import PruningHook
+from ._pruning.host_buckets import HostBucket
 from ._pruning.optimizers import refuse_adam, refuse_momentum, warn_at_first_step
 
 _INSTEAD = "without DDP"  # how SparseSync is used in place of this hook
@@ -152,14 +154,49 @@ class PrunedGradients(PruningHook):
 
     def _fit_loaded(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
         group = model.process_group
+        self._hosts = hosts_.find("PrunedGradients", self.hosts, group)
+        self._wholes = layouts(model)
+        if self._loaded:
+            self._check_hosts({**self._loaded_hosts, "world_size": self._loaded_ranks}, group)
         version, n_ranks = self._loaded_version, self._loaded_ranks
-        self._loaded = self._fit(self._loaded, version, n_ranks, layouts(model), group)
+        self._loaded = self._fit(self._loaded, version, n_ranks, self._parts(), group)
         self._loaded_version = hook_state.VERSION
+
+    def _parts(self) -> dict[str, hook_state.Layout]:
+        """The layouts of what this rank owns of each parameter: all of it, or where hosts prune a flat part."""
+        h, whole = self._hosts, self._wholes
+        if h is None or h.inner is None:
+            return whole
+        numels = {name: hosts_.part(layout.shape.numel(), h.per_host, h.place) for name, layout in whole.items()}
+        return {name: hook_state.contiguous(torch.Size([end - first])) for name, (first, end) in numels.items()}
+
+    def _described_hosts(self) -> dict[str, Any]:
+        numbers = hosts_.numbers(self._hosts)
+        kept = {name: (tuple(layout.shape), tuple(layout.strides)) for name, layout in self._wholes.items()}
+        return {} if numbers is None else {"hosts": numbers, "layouts": kept}
+
+    def _check_hosts(self, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
+        group = self._group if group is None else group
+        assert group is not None
+        who = f"PrunedGradients.load_state_dict: rank {group.rank()}"
+        ours, theirs = hosts_.numbers(self._hosts), state.get("hosts")
+        hosts_.require_same_shape(who, theirs, state["world_size"], ours, group.size())
+        kept = {hook_state.plain_name(name): value for name, value in state.get("layouts", {}).items()}
+        for name, layout in self._wholes.items():
+            wanted = (tuple(layout.shape), tuple(layout.strides))
+            if ours is not None and kept.get(name, wanted) != wanted:
+                raise ValueError(
+                    f"{who}: {name!r} has shape and strides {kept[name]} in the state, wanted {wanted}; load the state "
+                    "of the run that saved this model's weights, in its memory format"
+                )
 
     def _attach(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
         """Take group, parameter names and DDP settings from the model that calls this hook."""
-        self._layouts = layouts(model)
+        self._layouts = self._parts()
         self._join(model.process_group)
+        between = self._hosts is not None and self._hosts.inner is not None
+        self._norm_group = self._hosts.inner if between else None
+        self._host_plans: dict[int, tuple[tuple[int, ...], HostBucket, prune.Plan | None]] = {}  # by bucket
         self._model = weakref.ref(model)
         params = named(model)
         self._names: dict[int, str] = {id(p): n for n, p in params}
@@ -168,7 +205,7 @@ class PrunedGradients(PruningHook):
         # They are kept for one step. Otherwise the backend's thread may drop the last reference, and freeing a tensor
         # that Python has seen needs Python: at exit that aborts the process (Gloo, 4 of 90 short runs). On CUDA they
         # would pin a whole set of gradients while DDP makes its buckets anew.
-        self._on_host: list[tuple[dist.Work, torch.futures.Future | None, torch.Tensor]] = []
+        self._on_host: list[tuple[dist.Work | None, torch.futures.Future | None, torch.Tensor, HostBucket | None]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def _attach_to_caller(self) -> None:
@@ -183,6 +220,8 @@ class PrunedGradients(PruningHook):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
+        if self._group is not None:
+            self._host_plans.clear()
         if self._group is not None and self._last_averages is not None:
             self._last_averages.read_values_again()
 
@@ -200,14 +239,16 @@ class PrunedGradients(PruningHook):
         if self._last_averages is not None:
             self._refuse_second_pass(self._last_averages, bucket)
         buffer = bucket.buffer()
-        if not (buffer.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return self._exchange(bucket, buffer)
-        # On a stream of its own, so that a replay prunes beside the rest of the backward pass. Not in eager steps:
-        # the host needs longer to change streams than the GPU gains (bench/notes/gpt2.md).
+        waits = self._norm_group is not None and not buffer.is_sparse  # for the other ranks of this host
+        exchange = self._exchange_between_hosts if waits and buffer.is_floating_point() else self._exchange
+        if not (buffer.is_cuda and (waits or torch.cuda.is_current_stream_capturing())):
+            return exchange(bucket, buffer)
+        # On a stream of its own, so that a replay prunes beside the rest of the backward pass. Not in other eager
+        # steps: the host needs longer to change streams than the GPU gains (bench/notes/gpt2.md).
         stream = self._stream(buffer.device)
         stream.wait_stream(torch.cuda.current_stream(buffer.device))
         with torch.cuda.stream(stream):
-            return self._exchange(bucket, buffer)
+            return exchange(bucket, buffer)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         stream = self._streams.get(device)
@@ -240,6 +281,52 @@ class PrunedGradients(PruningHook):
             self._end_pass()
         return future
 
+    def _exchange_between_hosts(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future:
+        """The same where hosts prune: average over this host, prune this rank's part, average it over hosts, gather."""
+        if bucket.index() == 0:
+            self._begin_step()
+        memory = self._memory(buffer.device)
+        host, plan = self._host_plan(bucket, buffer, memory)
+        host.average(buffer)
+        began = time.perf_counter()
+        average = self._backend_averages(buffer.device)
+        scale = 1.0 if average else 1.0 / dist.get_world_size(self._across)
+        self._prune_flat(bucket.index(), host.part, plan, memory, scale)
+        self._statistics.now.select_s += time.perf_counter() - began
+        if bucket.is_last():
+            self._end_step(bucket.index())
+        work = None
+        if host.part.numel():
+            op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+            with self._limited():
+                work = dist.all_reduce(host.part, op=op, group=self._across, async_op=not buffer.is_cuda)
+        if buffer.is_cuda:
+            host.gather(buffer)
+            future = _completed(buffer)
+        else:
+            future = torch.futures.Future()
+            self._on_host.append((work, future, buffer, host))
+        if bucket.is_last():
+            self._end_pass()
+        return future
+
+    def _host_plan(
+        self, bucket: dist.GradBucket, buffer: torch.Tensor, memory: hook_state.OnDevice
+    ) -> tuple[HostBucket, prune.Plan | None]:
+        """How this bucket is shared on the host, and the plan of this rank's part; None if that is empty."""
+        params = bucket.parameters()
+        key = tuple(map(id, params))
+        if self._host_plans.get(bucket.index(), ((),))[0] != key:
+            host = HostBucket(self._hosts, [param.numel() for param in params], buffer)
+            segments = [
+                (begin, self._state_of(param, buffer.dtype, memory, end - first))
+                for param, begin, (first, end) in zip(params, host.begins, host.spans, strict=True)
+                if end > first
+            ]
+            plan = prune.Plan(segments, host.part.numel(), buffer.dtype, buffer.device) if segments else None
+            self._host_plans[bucket.index()] = key, host, plan
+        return self._host_plans[bucket.index()][1:]
+
     def _all_reduce(
         self, buffer: torch.Tensor, op: dist.ReduceOp, call: tuple[int, int, object] | None
     ) -> torch.futures.Future:
@@ -253,10 +340,10 @@ class PrunedGradients(PruningHook):
         if buffer.is_cuda:
             return work.get_future().then(_first_tensor)
         if buffer.is_sparse:
-            self._on_host.append((work, None, buffer))
+            self._on_host.append((work, None, buffer, None))
             return work.get_future().then(_first_tensor)
         future: torch.futures.Future = torch.futures.Future()
-        self._on_host.append((work, future, buffer))
+        self._on_host.append((work, future, buffer, None))
         return future
 
     def _end_pass(self) -> None:
@@ -277,9 +364,12 @@ class PrunedGradients(PruningHook):
         A callback of the backend's futures would run on the backend's thread, need Python there, and wrap errors in a
         RuntimeError. This way backward() raises errors as the backend raised them.
         """
-        for work, future, buffer in self._on_host:
+        for work, future, buffer, host in self._on_host:
             if future is not None:
-                work.wait()
+                if work is not None:
+                    work.wait()
+                if host is not None:
+                    host.gather(buffer)
                 future.set_result(buffer)
         if self._last_averages is not None and in_backward():
             at_end_of_backward(self._last_averages.keep)  # after DDP's, which writes the gradients
@@ -335,7 +425,10 @@ class PrunedGradients(PruningHook):
             self._plans[key] = plan
         return plan
 
-    def _state_of(self, param: torch.Tensor, dtype: torch.dtype, memory: hook_state.OnDevice) -> prune.ParamState:
+    def _state_of(
+        self, param: torch.Tensor, dtype: torch.dtype, memory: hook_state.OnDevice, numel: int | None = None
+    ) -> prune.ParamState:
+        """Args: numel: of this rank's part; None: all of it."""
         name = self._names.get(id(param))
         if name is None:
             raise RuntimeError(
@@ -343,7 +436,7 @@ class PrunedGradients(PruningHook):
                 "was registered on first; make one object per model"
             )
         pruned = param.dim() > 1 and param.numel() >= self.min_numel
-        return self._param_state(name, param.numel(), pruned, dtype, memory)
+        return self._param_state(name, param.numel() if numel is None else numel, pruned, dtype, memory)
 
 
 def _completed(buffer: torch.Tensor) -> torch.futures.Future:

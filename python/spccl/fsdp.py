@@ -16,6 +16,7 @@ from spccl import prune as prune_
 
 from ._pruning import hook_state
 from ._pruning.backward import at_end_of_backward, pass_number
+from ._pruning.checks import require
 from ._pruning.fsdp_model import Unit, find_units
 from ._pruning.hook import PruningHook
 from ._pruning.optimizers import refuse_adam, refuse_momentum, warn_at_first_step
@@ -106,6 +107,7 @@ class PrunedShards(PruningHook):
 
     def __init__(self, density: float | None = None, **settings: Any):
         super().__init__(density, **settings)
+        require(_WHO, "hosts", self.hosts, self.hosts != "on", "'auto' or 'off': FSDP2 averages over the shards first")
         self._shard: tuple[int, int] | None = None  # number of this rank's shard, of how many; None before prune()
         self._units: list[Unit] = []
         self._norms: torch.Tensor | None = None  # of a loaded state

@@ -10,4 +10,6 @@ from launch import over_ranks
 
 GLOO = pytest.param("gloo-2", marks=pytest.mark.slow)
 test_case, test_ranks_end_well = over_ranks("ddp_hook", GLOO, "spccl-2", "spccl-3")
+EIGHT = pytest.param("spccl-8", marks=pytest.mark.slow)
+test_hosts, test_ranks_of_hosts_end_well = over_ranks("ddp_hosts", "spccl-4", EIGHT)  # 2 and 4 hosts of 2 ranks
 test_feature, test_ranks_of_features_end_well = over_ranks("ddp_features", "gloo-2", "spccl-2")

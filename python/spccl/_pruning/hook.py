@@ -17,6 +17,7 @@ import torch.distributed as dist
 from spccl import backend, prune
 
 from . import checks, hook_state, recipes
+from . import hosts as hosts_
 from .checks import ABOVE_0, COUNT, FRACTION, SHARE, is_whole
 from .density import falling
 from .hook_stats import Statistics
@@ -34,6 +35,7 @@ _RULES: dict[str, checks.Rule] = {
     "norm_every": COUNT,
     "seed": (lambda x: is_whole(x, -(2**63), 2**64 - 1), "a whole number of 64 bits"),
     "max_ctas": (lambda x: x is None or is_whole(x, 1), "a whole number from 1, or None"),
+    "hosts": hosts_.MODE,
     "residual_dtype": (lambda x: x in (torch.float32, torch.bfloat16), "torch.float32 or torch.bfloat16"),
 }
 
@@ -64,6 +66,7 @@ class PruningHook(HasStats):
         seed: int = 0,
         max_ctas: int | None = None,
         residual_dtype: torch.dtype = torch.float32,
+        hosts: str = "auto",
         **unknown: Any,
     ):
         self._who = type(self).__name__
@@ -91,8 +94,10 @@ class PruningHook(HasStats):
         self.seed = seed
         self.max_ctas = max_ctas
         self.residual_dtype = residual_dtype
+        self.hosts = hosts
         self.step = 0  # number of backward passes that called this hook and have ended
         self._group: dist.ProcessGroup | None = None  # of the average
+        self._hosts: hosts_.Hosts | None = None  # None: all ranks of the group prune with each other
         self._norm_group: dist.ProcessGroup | None = None  # ranks that have parts of one gradient; None: no others
         self._layouts: dict[str, hook_state.Layout] = {}  # of the model's parameters, on this rank, by name
         self._params: dict[str, prune.ParamState] = {}  # by parameter name
@@ -101,6 +106,7 @@ class PruningHook(HasStats):
         self._loaded: dict[str, dict[str, Any]] = {}
         self._loaded_ranks: int | None = None  # that saved what was loaded
         self._loaded_version = hook_state.VERSION
+        self._loaded_hosts: dict[str, Any] = {}  # see hook_state.describe_hosts
         self._skip_unused = False
         self._averages: dict[torch.device, bool] = {}
         self._limit: contextlib.AbstractContextManager[None] | None = None
@@ -110,11 +116,17 @@ class PruningHook(HasStats):
         """The group of the average is known. density=None then has its recipe."""
         self._group = group
         if self._by_recipe:
-            given, self.recipe = recipes.choose({"density": None}, group.size(), recipes.SGD, self._by)
+            n = group.size() if self._hosts is None else self._hosts.n_pruning
+            given, self.recipe = recipes.choose({"density": None}, n, recipes.SGD, self._by)
             self.density = given["density"]
 
+    @property
+    def _across(self) -> dist.ProcessGroup | None:
+        """The group in which this rank prunes and exchanges."""
+        return self._group if self._hosts is None else self._hosts.across
+
     def _begin_step(self) -> None:
-        self._statistics.begin_step(self.density_at(self.step), self._group)
+        self._statistics.begin_step(self.density_at(self.step), self._across)
         for memory in self._devices.values():
             memory.begin_step()
 
@@ -179,7 +191,7 @@ class PruningHook(HasStats):
         loss_scale = memory.read_scale(self.grad_scaler, divisor)
         factor = clip = None
         if self.clip_norm is not None or (self.norm_every and (self.step + 1) % self.norm_every == 0):
-            bound = (self.clip_norm or math.inf) * math.sqrt(dist.get_world_size(self._group))
+            bound = (self.clip_norm or math.inf) * math.sqrt(dist.get_world_size(self._across))
             if plan is not None and self._norm_group is None:
                 clip = memory.clip(index, grad, bound)
             else:
@@ -223,14 +235,14 @@ class PruningHook(HasStats):
     def _limited(self) -> contextlib.AbstractContextManager[None]:
         """The context in which a bucket's all-reduce is called."""
         if self._limit is None:
-            ours = self.max_ctas is not None and backend.NAME in backend.names_of(self._group)
-            self._limit = backend.limit_ctas(self.max_ctas, self._group) if ours else contextlib.nullcontext()
+            ours = self.max_ctas is not None and backend.NAME in backend.names_of(self._across)
+            self._limit = backend.limit_ctas(self.max_ctas, self._across) if ours else contextlib.nullcontext()
         return self._limit
 
     def _backend_averages(self, device: torch.device) -> bool:
         """Whether the group's backend for this device has ReduceOp.AVG; warns once if it is not spccl."""
         if device not in self._averages:
-            self._averages[device] = averages(self._by, self._group, device)
+            self._averages[device] = averages(self._by, self._across, device)
         return self._averages[device]
 
     # -- schedule, statistics ----------------------------------------------------------------------
@@ -242,8 +254,10 @@ class PruningHook(HasStats):
     def stats(self) -> dict[str, Any]:
         params = list(self._params.values())
         density = self.density_at(self.step)
-        counts = self._statistics.report(self.step, density, self._group, self._devices, params, self._last_sent())
-        return counts | {"recipe": self.recipe}
+        told = self._hosts or hosts_.alone(None, 0, 1 if self._group is None else self._group.size(), "")
+        figures = self._statistics.report(self.step, density, self._across, self._devices, params, self._last_sent())
+        return {**figures, "recipe": self.recipe, "pruning_ranks": told.n_pruning,
+                "hosts": told.why or "off: FSDP2 averages over shards"}  # fmt: skip
 
     def _last_sent(self) -> dict[str, int]:
         """Entries sent in the last complete step, by parameter name. Waits for the device."""
@@ -270,7 +284,12 @@ class PruningHook(HasStats):
             "step": step,
             "seed": self.seed,
             "parameters": parameters,
+            **(self._loaded_hosts if self._group is None else self._described_hosts()),
         }
+
+    def _described_hosts(self) -> dict[str, Any]:
+        """Entries of the state where hosts prune."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict` of the same rank; before or after `register`.
@@ -280,7 +299,9 @@ class PruningHook(HasStats):
         """
         loaded, version = hook_state.unpack(self._who, state), state["version"]
         if self._group is not None:
+            self._check_hosts(state)
             loaded = self._fit(loaded, version, state["world_size"], self._layouts, self._group)
+        self._loaded_hosts = {key: state[key] for key in hook_state.OF_HOSTS if key in state}
         self._loaded, self._loaded_ranks, self._loaded_version = loaded, state["world_size"], version
         self.step = int(state["step"])
         self.seed = int(state["seed"])
@@ -289,6 +310,9 @@ class PruningHook(HasStats):
         self._params.clear()
         self._devices.clear()
         self._statistics.forget_totals()
+
+    def _check_hosts(self, state: dict[str, Any]) -> None:
+        """Raises: ValueError for a state of another shape of hosts."""
 
     def _fit(
         self,
@@ -314,17 +338,20 @@ class PruningHook(HasStats):
 
     @classmethod
     def reshard(
-        cls, states: list[dict[str, Any]], world_size: int, ranks: Iterable[int] | None = None
+        cls, states: list[dict[str, Any]], world_size: int, ranks: Iterable[int] | None = None, *, per_host: int = 1
     ) -> list[dict[str, Any]]:
-        """States for `world_size` ranks from those of any other number of ranks, in rank order.
+        """States for `world_size` ranks from those of any other number of ranks, in rank order, or of other hosts.
 
         New rank r gets the sum over old ranks r, r + world_size, ... times world_size / len(states). So the sum
-        of residuals / ranks, which the averages have not had yet, stays the same. Thresholds start anew.
+        of residuals / ranks, which the averages have not had yet, stays the same. Thresholds start anew. Where hosts
+        prune, hosts count in the place of ranks.
 
-        Args: ranks: the new ranks whose states are made; None: all.
-        Raises: ValueError if a rank's state is missing or the states differ in step or version.
+        Args: ranks: the new ranks whose states are made; None: all. per_host: ranks of each new host where hosts will
+            prune, numbered host by host; 1: all ranks prune.
+        Raises: ValueError if a rank's state is missing or the states differ in step or version, or `per_host` does not
+            divide `world_size`.
         """
-        return hook_state.reshard(cls.__name__, states, world_size, ranks)
+        return hook_state.reshard(cls.__name__, states, world_size, ranks, per_host)
 
     # -- settings ----------------------------------------------------------------------------------
 

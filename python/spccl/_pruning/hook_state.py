@@ -9,6 +9,9 @@ import torch.distributed as dist
 
 from spccl import prune
 
+from . import hosts
+
+OF_HOSTS = ("hosts", "layouts")  # entries of a state where hosts prune
 VERSION = 2  # of a checkpoint; 1 had flat tensors in the order of the memory, without shapes
 
 
@@ -210,7 +213,11 @@ def require_one_shard(who: str, shards: Iterable[Sequence[Any]]) -> None:
 
 
 def reshard(
-    who: str, states: list[dict[str, Any]], world_size: int, ranks: Iterable[int] | None = None
+    who: str,
+    states: list[dict[str, Any]],
+    world_size: int,
+    ranks: Iterable[int] | None = None,
+    per_host: int = 1,
 ) -> list[dict[str, Any]]:
     """The body of `PruningHook.reshard`."""
     if not states or world_size < 1:
@@ -218,16 +225,18 @@ def reshard(
             f"{who}.reshard: got {len(states)} states for {world_size} ranks, wanted the states of all ranks of one "
             "save, and 1 rank or more"
         )
+    states = hosts.whole(who, states, _join)
     found = [(s["world_size"], s["step"], s["version"]) for s in states]
     if any(f != (len(states), *found[0][1:]) for f in found):
         raise ValueError(
             f"{who}.reshard: wanted the states of all ranks at one step, got {found} as (ranks, step, version)"
         )
     require_one_shard(who, (s.get("shard", ()) for s in states))
-    factor = world_size / len(states)
+    n_pruning = hosts.n_pruning(who, world_size, per_host)
+    factor = n_pruning / len(states)
     resharded = []
     for rank in range(world_size) if ranks is None else ranks:
-        mine = states[rank::world_size]
+        mine = states[rank // per_host :: n_pruning]
         parameters = {}
         for name, entry in states[0]["parameters"].items():
             parameters[name] = {"threshold": None}
@@ -240,8 +249,37 @@ def reshard(
                     wide = torch.promote_types(parts[0].dtype, torch.float32)
                     total = sum((p.to(wide) for p in parts[1:]), parts[0].to(wide))
                     parameters[name][key] = (total * factor).to(parts[0].dtype)
-        resharded.append({**states[0], "world_size": world_size, "parameters": parameters})
+        new = {**states[0], "world_size": world_size, "parameters": parameters}
+        resharded.append(new if per_host == 1 else _cut(new, *divmod(rank, per_host), per_host))
     return resharded
+
+
+def _join(parts: list[dict[str, Any]], host: int, n_hosts: int) -> dict[str, Any]:
+    """The state of a host's whole parameters from those of its ranks, in the order of their places."""
+    parameters = {}
+    for name, (shape, strides) in parts[0]["layouts"].items():
+        entries = [part["parameters"][name] for part in parts]
+        parameters[name] = {
+            key: torch.cat([e[key] for e in entries]).as_strided(shape, strides).contiguous()
+            if all(e[key] is not None for e in entries)
+            else None
+            for key in ("residual", "velocity")
+        } | {"threshold": None}
+    return {**parts[0], "world_size": n_hosts, "hosts": None, "parameters": parameters}
+
+
+def _cut(state: dict[str, Any], host: int, place: int, per_host: int) -> dict[str, Any]:
+    """The state of a rank from that of its host's whole parameters."""
+    known, layouts, parameters = state.get("layouts", {}), {}, {}
+    for name, entry in state["parameters"].items():
+        parameters[name] = dict(entry)
+        for key in ("residual", "velocity"):
+            if (tensor := entry[key]) is not None:
+                layouts[name] = known.get(name) or (tuple(tensor.shape), tensor.contiguous().stride())
+                flat = Layout(tensor.shape, layouts[name][1]).flat(tensor, tensor.device)
+                parameters[name][key] = flat[slice(*hosts.part(flat.numel(), per_host, place))].clone()
+    numbers = {"per_host": per_host, "host": host, "place": place}
+    return {**state, "hosts": numbers, "layouts": layouts, "parameters": parameters}
 
 
 def fit(

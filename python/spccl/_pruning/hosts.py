@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from spccl import _ext, backend
 
-from .checks import Rule, require
+from .checks import Rule, is_whole, require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -159,3 +159,65 @@ def part(numel: int, n_places: int, place: int, align: int = ALIGN) -> tuple[int
     """
     share = -(-numel // (n_places * align)) * align
     return min(place * share, numel), min((place + 1) * share, numel)
+
+
+# -- states: an entry "hosts" has {"per_host", "host", "place"} of the rank that saved; without it all ranks prune ----
+
+
+def numbers(h: Hosts | None) -> dict[str, int] | None:
+    """The entry "hosts" of a rank's state."""
+    return None if h is None or h.per_host == 1 else {"per_host": h.per_host, "host": h.host, "place": h.place}
+
+
+def n_pruning(who: str, world_size: int, per_host: int) -> int:
+    """Ranks that prune of `world_size` on hosts of `per_host`. Raises: ValueError if one does not divide the other."""
+    if not is_whole(per_host, 1) or world_size % per_host:
+        raise ValueError(f"{who}.reshard: per_host={per_host!r} for {world_size} ranks, wanted a divisor of them")
+    return world_size // per_host
+
+
+def whole(who: str, states: Sequence[Any], join: Any, of: Any = lambda state: state) -> list[Any]:
+    """States of whole parameters, one for each rank that pruned: of hosts where their ranks averaged first.
+
+    Args: join: (states of a host's ranks, in the order of their places; host; number of hosts) -> one state. of: where
+        in a state "hosts", "world_size" and "step" or "steps" are.
+    Raises: ValueError if a state is missing, or states are of several steps or shapes of hosts.
+    """
+    parts = [of(state) for state in states]
+    if not any(part.get("hosts") for part in parts):
+        return list(states)
+    found = [((p.get("hosts") or {}).get("per_host", 1), p["world_size"], p.get("steps", p.get("step"))) for p in parts]
+    if len(set(found)) > 1 or found[0][1] != len(states):
+        raise ValueError(
+            f"{who}.reshard: wanted the states of all ranks at one step, got {found} as (ranks of a host, ranks, step)"
+        )
+    per_host = found[0][0]
+    n_hosts = len(states) // per_host
+    places = {(p["hosts"]["host"], p["hosts"]["place"]): state for p, state in zip(parts, states, strict=True)}
+    missing = [(h, p) for h in range(n_hosts) for p in range(per_host) if (h, p) not in places]
+    if missing:
+        raise ValueError(f"{who}.reshard: there is no state of {missing}, as (host, place on it)")
+    return [join([places[host, place] for place in range(per_host)], host, n_hosts) for host in range(n_hosts)]
+
+
+def require_same_shape(
+    who: str, theirs: dict[str, int] | None, n_theirs: int | None, ours: dict[str, int] | None, n_ours: int
+) -> None:
+    """Raises: ValueError for the state of a run with other hosts, or of another place on them."""
+    if (theirs is None) != (ours is None) or (ours and (theirs["per_host"], n_theirs) != (ours["per_host"], n_ours)):
+        raise ValueError(
+            f"{who}: got the state of one of {_describe(theirs, n_theirs)}, this run has {_describe(ours, n_ours)}; "
+            f"pass all ranks' states through {who.partition('.')[0]}.reshard(states, {n_ours}, "
+            f"per_host={ours['per_host'] if ours else 1})"
+        )
+    if theirs != ours:
+        raise ValueError(
+            f"{who}: got the state of place {theirs['place']} on host {theirs['host']}, this rank is place "
+            f"{ours['place']} on host {ours['host']}; start the ranks host by host, as the run that saved it"
+        )
+
+
+def _describe(of: dict[str, int] | None, n_ranks: int | None) -> str:
+    if of is None:
+        return f"{n_ranks} ranks that prune"
+    return f"{n_ranks // of['per_host']} hosts of {of['per_host']} ranks"

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spccl._pruning.checks import is_whole
+from spccl._pruning import hosts
 from spccl._pruning.hook_state import plain_name, require_one_shard
 
 from . import host_states
@@ -87,7 +87,7 @@ def save(sync: SparseSync) -> dict[str, Any]:
         "look_ahead": sync.settings.look_ahead,
         "consolidated": consolidated,
         "shard": sync._shards.place,
-        "hosts": None if sync.whole else host_states.of(sync),
+        "hosts": None if sync.whole else hosts.numbers(sync.ranks.hosts),
         "memory": host_states.memory_of(sync),
         "names": [plain_name(w.name) if sync._named else None for w in sync._weights],
         "shapes": [tuple(w.param.shape) for w in sync._weights],
@@ -352,8 +352,7 @@ def reshard(
     if not parts or world_size < 1 or any(part is None for part in parts):
         raise ValueError(f"SparseSync.reshard: got {len(states)} states for {world_size} ranks, wanted states of "
                          "SparseSync.state_dict()")  # fmt: skip
-    if not is_whole(per_host, 1) or world_size % per_host:
-        raise ValueError(f"SparseSync.reshard: per_host={per_host!r} for {world_size} ranks, wanted a divisor of them")
+    n_pruning = hosts.n_pruning("SparseSync", world_size, per_host)
     states = host_states.whole(KEY, states)
     parts = [state[KEY] for state in states]
     found = [(part["world_size"], part["rank"], part["steps"]) for part in parts]
@@ -363,7 +362,6 @@ def reshard(
             f"{found} as (ranks, rank, step)"
         )
     require_one_shard("SparseSync", (part.get("shard", ()) for part in parts))
-    n_pruning = world_size // per_host
     factor = n_pruning / len(parts)
     new = []
     for rank in range(world_size) if ranks is None else ranks:

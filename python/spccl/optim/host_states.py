@@ -30,36 +30,13 @@ def memory_of(sync: SparseSync) -> dict[str, Any]:
     return {"layouts": layouts, "align": sync.align}
 
 
-def shape_of(mine: dict[str, Any]) -> tuple[int, int]:
-    """(ranks of the run, those of each host that averaged first) of the entry "sparse_sync"."""
-    return mine["world_size"], (mine.get("hosts") or {"per_host": 1})["per_host"]
-
-
 def whole(key: str, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """States of whole parameters, one for each rank that pruned: of hosts where the ranks of hosts averaged first.
+    """States of whole parameters, one for each rank that pruned. Raises: see `hosts.whole`."""
 
-    Raises: ValueError if the state of a rank is missing or given twice, or states are of several steps or shapes.
-    """
-    parts = [state[key] for state in states]
-    if all(not part.get("hosts") for part in parts):
-        return list(states)
-    found = [(*shape_of(part), part["steps"]) for part in parts]
-    if len(set(found)) > 1 or found[0][0] != len(states):
-        raise ValueError(
-            "SparseSync.reshard: wanted the states of all ranks at one step, got "
-            f"{found} as (ranks, ranks of a host, step)"
-        )
-    per_host = found[0][1]
-    places = {(p["hosts"]["host"], p["hosts"]["place"]): state for p, state in zip(parts, states, strict=True)}
-    n_hosts = len(states) // per_host
-    missing = [(h, p) for h in range(n_hosts) for p in range(per_host) if (h, p) not in places]
-    if missing:
-        raise ValueError(f"SparseSync.reshard: no state of {missing}, as (host, place on it)")
-    result = []
-    for host in range(n_hosts):
-        ours = [places[host, place] for place in range(per_host)]
-        result.append({**ours[0], key: _join([state[key] for state in ours], host, n_hosts)})
-    return result
+    def join(ours: list[dict[str, Any]], host: int, n_hosts: int) -> dict[str, Any]:
+        return {**ours[0], key: _join([state[key] for state in ours], host, n_hosts)}
+
+    return hosts.whole("SparseSync", states, join, lambda state: state[key])
 
 
 def _join(parts: list[dict[str, Any]], host: int, n_hosts: int) -> dict[str, Any]:
@@ -103,7 +80,8 @@ def cut(mine: dict[str, Any], world_size: int, rank: int, per_host: int) -> dict
         layout or (tuple(entry["global"].shape), entry["global"].stride())
         for layout, entry in zip(memory["layouts"], mine["parameters"], strict=True)
     ]
-    return {**mine, "world_size": world_size, "rank": rank, "hosts": _numbers(per_host, host, place),
+    numbers = {"per_host": per_host, "host": host, "place": place}
+    return {**mine, "world_size": world_size, "rank": rank, "hosts": numbers,
             "memory": {**memory, "layouts": layouts}, "parameters": parameters}  # fmt: skip
 
 
@@ -116,41 +94,14 @@ def part_of(shaped: torch.Tensor, layout: tuple[Any, Any] | None, span: tuple[in
     return flat[slice(*span)].clone()
 
 
-def of(sync: SparseSync) -> dict[str, int] | None:
-    """The entry "hosts" of this rank's state."""
-    h = sync.ranks.hosts
-    return None if sync.host is None else _numbers(h.per_host, h.host, h.place)
-
-
-def _numbers(per_host: int, host: int, place: int) -> dict[str, int]:
-    return {"per_host": per_host, "host": host, "place": place}
-
-
 def check(who: str, sync: SparseSync, mine: dict[str, Any]) -> None:
     """Raises: ValueError for a state of another shape of hosts, or of other places or memory formats."""
-    ours, theirs = of(sync), mine.get("hosts")
-    n, n_ours = mine["world_size"], sync.ranks.world_size
+    ours, theirs = hosts.numbers(sync.ranks.hosts), mine.get("hosts")
     if theirs is None and (ours is None or mine["consolidated"]):
         return
-    if ours is None or theirs is None or (theirs["per_host"], n) != (ours["per_host"], n_ours):
-        raise ValueError(
-            f"{who}: got the state of one of {_describe(theirs, n)}, this run has {_describe(ours, n_ours)}; pass all "
-            f"ranks' states through SparseSync.reshard(states, {n_ours}, per_host={sync.ranks.hosts.per_host}), or "
-            "save after consolidate()"
-        )
-    if theirs != ours:
-        raise ValueError(
-            f"{who}: got the state of place {theirs['place']} on host {theirs['host']}, this rank is place "
-            f"{ours['place']} on host {ours['host']}; start the ranks host by host, as the run that saved it"
-        )
+    hosts.require_same_shape(who, theirs, mine["world_size"], ours, sync.ranks.world_size)
     if mine["memory"] != memory_of(sync):
         raise ValueError(
             f"{who}: the state is of parameters with other memory formats or another chunk; use those of the run that "
             "saved it, or save after consolidate()"
         )
-
-
-def _describe(numbers: dict[str, int] | None, n_ranks: int) -> str:
-    if numbers is None:
-        return f"{n_ranks} ranks that prune"
-    return f"{n_ranks // numbers['per_host']} hosts of {numbers['per_host']} ranks"

@@ -320,7 +320,7 @@ def a_group_of_some_ranks():
 def bytes_between_hosts():
     """What leaves a host is the pruned parts alone: as of one rank, for each host."""
     p = torch.nn.Parameter(torch.zeros(1000, 1000))
-    opt = SparseSync(torch.optim.SGD([p], lr=1.0), density=0.01)
+    opt = SparseSync(torch.optim.SGD([p], lr=1.0), density=0.01, sample=0.1)
     for t in range(3):
         g = torch.Generator().manual_seed(10 * t + RANK)
         p.grad = torch.randn(1000, 1000, generator=g)
