@@ -456,10 +456,8 @@ typedef struct spccl_prune_options {
     uint32_t keep_thresholds; /* 1: t is the state's threshold; nothing is sampled */
     uint32_t skip_zeros;      /* 1: a segment whose g is all zero sends nothing, and keeps r and u */
     uint32_t residual_bf16;   /* 1: residuals are bfloat16, rounded by `seed` (KERNELS.md); not of float64 */
-    void *
-        sent; /* [n_elems] of sent_dtype, or NULL: s goes here, g stays; g is float32. Gaps stay as they are */
-    uint64_t
-        sent_dtype; /* SPCCL_FLOAT16 or SPCCL_BFLOAT16, to which s is rounded; inf and nan stay what they are */
+    void *sent;               /* [n_elems] of sent_dtype, or NULL: s goes here, and g stays; g is float32 */
+    uint64_t sent_dtype; /* FLOAT16 or BFLOAT16: s is rounded to it; inf and nan stay. Gaps of `sent` stay */
 } spccl_prune_options;
 #define SPCCL_PRUNE_OPTIONS_INIT                                                                             \
     {                                                                                                        \

@@ -140,6 +140,14 @@ def autoload() -> None:
         )
 
 
+def has_ops(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether spccl's own ops serve tensors of `device` in this group. Not with TORCH_DISTRIBUTED_DEBUG=DETAIL, which
+    hides the backend behind torch's checks."""
+    import torch.distributed as dist
+
+    return name_for(group, device) == NAME and dist.get_debug_level() != dist.DebugLevel.DETAIL
+
+
 def stats(group: dist.ProcessGroup | None = None) -> GroupStats:
     """Counters of `group` (default: the world) on this rank.
 

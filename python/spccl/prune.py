@@ -37,6 +37,9 @@ STATE_COLUMNS = 6
 SEGMENT = struct.Struct("=QQQQQII")
 
 
+_SENT = {torch.float16: 2, torch.bfloat16: 3}  # spccl_dtype
+
+
 class Options(ctypes.Structure):
     """`spccl_prune_options`, field by field."""
 
@@ -46,6 +49,8 @@ class Options(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("norm", "squares", "factor", "loss_scale")),
         *((name, ctypes.c_uint32) for name in ("n_squares", "square", "dense_steps", "warmup_steps", "seed")),
         *((name, ctypes.c_uint32) for name in ("keep_thresholds", "skip_zeros", "residual_bf16")),
+        ("sent", ctypes.c_void_p),
+        ("sent_dtype", ctypes.c_uint64),
     )
 
 
@@ -202,6 +207,7 @@ class Plan:
         factor: torch.Tensor | None = None,
         loss_scale: torch.Tensor | None = None,
         clip: Clip | None = None,
+        sent: torch.Tensor | None = None,
     ) -> Options:
         """Check one call, and give its options.
 
@@ -209,6 +215,8 @@ class Plan:
             factor: [1] float32 beside grad: multiplies the gradient first.
             loss_scale: [1] float32 beside grad: the scale that grad contains.
             clip: multiply the gradient first by min(1, max_norm / norm of all buckets).
+            sent: [numel] float16 or bfloat16 beside a float32 grad: what is sent goes there, and grad stays. What is in
+                no segment stays too.
         Raises: ValueError for a tensor of another size, dtype or device.
         """
         if grad.numel() != self.numel or grad.dtype != self.dtype or not grad.is_contiguous():
@@ -217,7 +225,8 @@ class Plan:
                 f"{self.numel} contiguous {self.dtype}"
             )
         norm, squares = (None, None) if clip is None else (clip.norm, clip.squares)
-        given = (("grad", grad), ("factor", factor), ("loss_scale", loss_scale), ("norm", norm), ("squares", squares))
+        given = (("grad", grad), ("factor", factor), ("loss_scale", loss_scale), ("norm", norm), ("squares", squares),
+                 ("sent", sent))  # fmt: skip
         for name, tensor in given:
             if tensor is not None and tensor.device != self.device:
                 raise ValueError(f"spccl.prune: {name} is on {tensor.device}, wanted {self.device}")
@@ -230,6 +239,13 @@ class Plan:
         )
         if clip is not None:
             self._set_clip(options, clip)
+        if sent is not None:
+            if sent.numel() != self.numel or sent.dtype not in _SENT or not sent.is_contiguous():
+                raise ValueError(
+                    f"spccl.prune: sent is {sent.numel()} {sent.dtype}, wanted {self.numel} contiguous float16 or "
+                    "bfloat16"
+                )
+            options.sent, options.sent_dtype = _address(sent), _SENT[sent.dtype]
         return options
 
     def _set_clip(self, options: Options, clip: Clip) -> None:

@@ -71,5 +71,5 @@ class HostBucket:
 
     def gather(self, grad: torch.Tensor) -> None:
         """Write all ranks' `part` to `grad` [n]."""
-        all_gather(self._all.view(-1), self._sent, self._inner)
+        all_gather(self._inner, self._sent, self._all.view(-1)).wait()
         torch._foreach_copy_(list(grad.split(self._in_bucket)), self._pieces[1])

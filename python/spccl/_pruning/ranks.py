@@ -27,6 +27,22 @@ def averages(who: str, group: dist.ProcessGroup, device: torch.device, sends_zer
     return name in backend.AVERAGING
 
 
+def reduce_scatter(group: dist.ProcessGroup, given: torch.Tensor, out: torch.Tensor, average: bool) -> dist.Work:
+    """Start the average (or sum) of block `rank` of every rank's `given` [ranks * n] into `out` [n]. That may be wider:
+    then the result is not rounded to the dtype of `given`, in which spccl sends it."""
+    if given.dtype != out.dtype and backend.has_ops(group, given.device):
+        return dist.Work.unbox(torch.ops.spccl.reduce_scatter_wide(backend.boxed(group), out, given, average))
+    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+    return scatter(out, given.to(out.dtype), op=op, group=group, async_op=True)
+
+
+def all_gather(group: dist.ProcessGroup, mine: torch.Tensor, out: torch.Tensor) -> dist.Work:
+    """Start the gathering of every rank's `mine` [n] into `out` [ranks * n], in rank order."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    return gather(out, mine, group=group, async_op=True)
+
+
 class Ranks:
     """The process group of a `SparseSync`; without torch.distributed one rank alone, whose exchanges do nothing.
 
@@ -88,6 +104,13 @@ class Ranks:
             return None
         return dist.all_to_all_single(out, given, group=self.across, async_op=True)
 
+    def reduce_scatter(self, given: torch.Tensor, out: torch.Tensor, average: bool) -> "dist.Work | None":
+        """See the function `reduce_scatter`. None if there is nothing to wait for."""
+        if self.across is None or given.numel() == 0:
+            out.copy_(given)
+            return None
+        return reduce_scatter(self.across, given, out, average)
+
     def all_gather(
         self, mine: torch.Tensor, out: torch.Tensor | None = None
     ) -> "tuple[torch.Tensor, dist.Work | None]":
@@ -99,7 +122,7 @@ class Ranks:
         everyone = (mine.new_empty(self.n_pruning * mine.numel()) if out is None else out).view(self.n_pruning, -1)
         if self.across is None or mine.numel() == 0:
             return everyone.copy_(mine[None]), None
-        return everyone, all_gather(everyone.view(-1), mine, self.across, True)
+        return everyone, all_gather(self.across, mine, everyone.view(-1))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank what rank 0 of the group has."""
@@ -150,14 +173,6 @@ class Ranks:
         if self.group is None:
             return "none"
         return ", ".join(sorted(set(backend.names_of(self.group))))
-
-
-def all_gather(
-    out: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-) -> "dist.Work | None":
-    """torch's all-gather of one tensor [n] into [ranks * n]. It was renamed in torch 2.13."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(out, mine, group=group, async_op=async_op)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

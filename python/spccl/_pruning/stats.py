@@ -21,7 +21,7 @@ def report(names: Iterable[str], **figures: Any) -> dict[str, Any]:
     update, unsent = figures["update_norm"], figures["unsent_norm"]
     ratio = unsent / update if update and unsent is not None else None
     unknown = dict.fromkeys(
-        ("select_ms", "select_ms_mean", "exchange_ms", "exchange_ms_mean", "pruning_ranks", "hosts")
+        ("density_sums", "select_ms", "select_ms_mean", "exchange_ms", "exchange_ms_mean", "pruning_ranks", "hosts")
     )
     return {**unknown, **figures, "residual_ratio": ratio, "backend": ", ".join(sorted(names)) or "none"}
 
@@ -44,6 +44,8 @@ class HasStats:
             density_pruned     the same over pruned parameters only; None if nothing was pruned
             density_mean       density_sent averaged over all exchanges; of SparseSync those of the run that saved a
                                loaded state included
+            density_sums       with sum_density: entries that this rank sent as an owner / entries of its shards, last
+                               exchange; else None
             dense_bytes        bytes of the values of a dense exchange; of a hook 0 before the first
             sent_bytes         bytes of the values sent in the last exchange, before any format; with bits=2 all bytes
                                that this rank gives to the all-gather, with bits=1 to the all-to-all

@@ -11,9 +11,9 @@ world size; only the moments of the inner optimizer then come from that rank.
     "names", "shapes": of each trained parameter, in the optimizer's order; a name is None where the optimizer was given
         parameters without names,
     "parameters": one for each of them: {"index", "global": z, "local": w or None where the state is consolidated,
-        "velocity": u or None, "prune": [6] int64, "kept": with bits=1, of what this rank keeps of sums of the
-        parameter: {"first", "values", "stride"}: the elements from "first" on in the order of the memory, and the
-        strides of that; None where nothing is kept}}}
+        "velocity": u or None, "prune": [6] int64, "kept": with bits=1 or sum_density, of what this rank keeps of sums
+        of the parameter: {"first", "values", "stride"}: the elements from "first" on in the order of the memory, and
+        the strides of that; with sum_density "state" [6] int64 too; None where nothing is kept}}}
 
 w - z and "kept" are look_ahead times what is unsent. A run with another look-ahead converts it.
 
@@ -156,11 +156,11 @@ def load(sync: SparseSync, state: dict[str, Any]) -> None:
             w.state.copy_(entry["prune"])
         bucket.publish()
     for kept in sync.transfers.kept.values():
-        kept.values.zero_()
+        kept.clear(int(mine["exchanges"]))
         for part in kept.parts:
             saved = entries[int(part.name)].get("kept")
             if saved is not None:
-                part.values.copy_(saved["values"]).mul_(_look_ahead_factor(sync, mine))
+                part.load({**saved, "values": saved["values"] * _look_ahead_factor(sync, mine)})
     sync.whole = {}
     if sync.host is not None:
         sync.host.gather()
@@ -295,8 +295,8 @@ def _require_same_shards(who: str, sync: SparseSync, mine: dict[str, Any]) -> No
             raise ValueError(
                 f"{who}: the state has what the rank kept of sums of parameter {entry['index']}, elements "
                 f"{saved['first']} to {saved['first'] + saved['values'].numel()}, which this rank does not own: bits, "
-                "bucket_mb or the memory format is another one; pass all ranks' states through SparseSync.reshard, or "
-                "save after consolidate()"
+                "sum_density, bucket_mb or the memory format is another one; pass all ranks' states through "
+                "SparseSync.reshard, or save after consolidate()"
             )
 
 

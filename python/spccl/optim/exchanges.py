@@ -24,6 +24,8 @@ class Exchange:
     A state is what a way keeps of one bucket between the calls.
     """
 
+    n_calls = 1  # collectives for each bucket
+
     def __init__(self, settings: Settings, ranks: Ranks, buckets: Sequence[Bucket]):
         self.settings, self.ranks, self.buckets = settings, ranks, buckets
 
@@ -82,20 +84,25 @@ class AllReduce(Exchange):
     ):
         super().__init__(settings, ranks, buckets)
         self._averages, self._kept = averages, kept or {}
-        self._wire = Wire(buckets, None if ranks.n_pruning == 1 else wire_dtype)
+        self._wire_dtype = None if ranks.n_pruning == 1 else wire_dtype
+        self._buffers = Buffers()
 
     def begin(self, bucket: Bucket, buffer: torch.Tensor, density: float, slot: int | None) -> Any:
-        averages = self._averages[bucket.device]
-        scale = 1.0 if averages else 1.0 / self.ranks.n_pruning
+        packed = self._select(bucket, buffer, density, slot)
+        return self.ranks.all_reduce(packed, self._averages[bucket.device]), packed
+
+    def _select(self, bucket: Bucket, buffer: torch.Tensor, density: float, slot: int | None) -> torch.Tensor:
+        """What is sent now, as it is sent: `buffer`, or a tensor as long in wire_dtype. The padding is 0."""
+        scale = 1.0 if self._averages[bucket.device] else 1.0 / self.ranks.n_pruning
         bucket.select(buffer, density, scale, self.settings)
         if bucket in self._kept:
             self._kept[bucket].release(buffer, self.ranks.n_pruning * scale)
-        packed = self._wire.buffer(bucket, slot)
-        if packed is None:
-            packed = buffer
-        else:
-            bucket.round_off(buffer, packed, scale)
-        return self.ranks.all_reduce(packed, averages), packed
+        packed = buffer
+        if self._rounds(bucket):
+            packed = self._buffers.take(bucket.device, self._wire_dtype, "wire", slot, buffer.numel())
+            bucket.round_off(buffer[: bucket.length], packed[: bucket.length], scale)
+        packed[bucket.length :].zero_()
+        return packed
 
     def end(self, bucket: Bucket, buffer: torch.Tensor, state: Any) -> None:
         work, packed = state
@@ -105,7 +112,11 @@ class AllReduce(Exchange):
             buffer.copy_(packed)
 
     def value_bytes(self, bucket: Bucket) -> int:
-        return self._wire.value_bytes(bucket)
+        return self._wire_dtype.itemsize if self._rounds(bucket) else bucket.globals.element_size()
+
+    def _rounds(self, bucket: Bucket) -> bool:
+        """Whether the values of the bucket are sent in wire_dtype."""
+        return self._wire_dtype is not None and bucket.globals.dtype == torch.float32
 
 
 class TwoBits(Exchange):
@@ -132,30 +143,17 @@ class TwoBits(Exchange):
         return packed_bytes(bucket.length, bucket.n_chunked, self._layout, bucket.globals.element_size())
 
 
-class Wire:
-    """Buffers for values that are sent in another dtype: two for each device that has float32 buckets.
+class Buffers:
+    """Buffers of a way for the buckets that are under way, by device, dtype, use and slot."""
 
-    Args: dtype: None: none are.
-    """
+    def __init__(self) -> None:
+        self._made: dict[tuple[torch.device, torch.dtype, str, int], torch.Tensor] = {}
 
-    def __init__(self, buckets: Sequence[Bucket], dtype: torch.dtype | None):
-        self.dtype = dtype
-        most: dict[torch.device, int] = {}
-        for b in buckets:
-            if dtype is not None and b.globals.dtype == torch.float32:
-                most[b.device] = max(most.get(b.device, 0), b.length)
-        self._pairs = {d: [torch.zeros(n, dtype=dtype, device=d) for _ in range(2)] for d, n in most.items()}
-
-    def buffer(self, bucket: Bucket, slot: int | None) -> torch.Tensor | None:
-        """[bucket.length] of `dtype`; None if the values of the bucket are sent as they are."""
-        if not self._rounds(bucket):
-            return None
+    def take(self, device: torch.device, dtype: torch.dtype, use: str, slot: int | None, length: int) -> torch.Tensor:
+        """[length], with any values. With slot None it is new."""
         if slot is None:
-            return torch.empty(bucket.length, dtype=self.dtype, device=bucket.device)
-        return self._pairs[bucket.device][slot][: bucket.length]
-
-    def value_bytes(self, bucket: Bucket) -> int:
-        return self.dtype.itemsize if self._rounds(bucket) else bucket.globals.element_size()
-
-    def _rounds(self, bucket: Bucket) -> bool:
-        return bucket.device in self._pairs and bucket.globals.dtype == torch.float32
+            return torch.empty(length, dtype=dtype, device=device)
+        kind = device, dtype, use, slot
+        if kind not in self._made or self._made[kind].numel() < length:
+            self._made[kind] = torch.zeros(length, dtype=dtype, device=device)
+        return self._made[kind][:length]

@@ -198,7 +198,7 @@ class Host:
     def _gather(self, received, mine, sent, slots, into, come) -> None:
         if sent:
             torch._foreach_copy_(slots, sent)
-        all_gather(received, mine, self.group)
+        all_gather(self.group, mine, received).wait()
         if into:
             torch._foreach_copy_(into, come)
 

@@ -11,6 +11,7 @@ import torch
 from spccl import prune
 from spccl._pruning.density import density_at
 from spccl._pruning.stats import OwnBytes, report
+from spccl._pruning.sums import KeptSums, density_sums
 
 if TYPE_CHECKING:
     from .sync import SparseSync
@@ -34,7 +35,7 @@ class Tally:
         self._before: list[torch.Tensor] | None = None
         self._update: list[torch.Tensor] | None = None
         self._wire = OwnBytes(self._group())
-        self._exchanges = self._delegated_bytes = 0
+        self._exchanges = self._calls = self._delegated_bytes = 0
 
     # -- in each step ------------------------------------------------------------------------------
 
@@ -73,6 +74,7 @@ class Tally:
 
     def end_exchange(self, seconds: float) -> None:
         self._exchanges += 1
+        self._calls += self.sync.transfers.n_calls()
         self._delegated_bytes += self.sync.transfers.delegated_bytes()
         self._last_s = seconds
         self._seconds += seconds
@@ -108,7 +110,7 @@ class Tally:
         sent = iter(row[prune.N_SENT] for row in rows)
         n_sent = [sum(next(sent) for _ in b.weights) for b in s.buckets]
         devices = [b.device for b in s.buckets]
-        wire = self._wire.read(self._group(), devices, self._exchanges * len(s.buckets))
+        wire = self._wire.read(self._group(), devices, self._calls)
         return report(
             {s.ranks.backend(d) for d in devices},
             recipe=s.recipe,
@@ -118,6 +120,7 @@ class Tally:
             density_sent=sum(row[prune.N_SENT] for row in rows) / numel,
             density_pruned=sum(n for _, n in pruned) / sum(n for n, _ in pruned) if pruned else None,
             density_mean=sum(row[prune.N_SENT_ALL] for row in rows) / numel / max(1, s.exchanges),
+            density_sums=density_sums(k for k in s.transfers.kept.values() if isinstance(k, KeptSums)),
             dense_bytes=sum(b.numel * b.globals.element_size() for b in s.buckets),
             sent_bytes=sum(s.transfers.sent_bytes(i, n) for i, n in enumerate(n_sent)),
             wire_bytes=None if wire is None else wire + self._delegated_bytes,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from spccl._pruning import checks
-from spccl._pruning.checks import ABOVE_0, COUNT, COUNT_FROM_1, FRACTION, SHARE, is_number, is_whole
+from spccl._pruning.checks import ABOVE_0, COUNT, COUNT_FROM_1, FRACTION, SHARE, is_number, is_share, is_whole
 from spccl._pruning.density import Density, Geometric
 
 from .signs import CHUNK
@@ -28,6 +28,7 @@ _RULES: dict[str, checks.Rule] = {
     "check_every": COUNT,
     "norm_every": COUNT,
     "wire_dtype": (lambda x: x in (None, torch.bfloat16), "torch.bfloat16, or None for the weights' dtype"),
+    "sum_density": (lambda x: x is None or is_share(x), "in (0, 1], or None"),
     "chunk": (lambda x: is_whole(x, 0, 4096) and (x == 0 or (x >= 256 and x & (x - 1) == 0)),
               "0, or a power of 2 from 256 to 4096"),
     "bits": (lambda x: x is None or is_whole(x, 1, 2), "1, 2, or None for whole values"),
@@ -59,18 +60,31 @@ class Settings:
     chunk: int
     bits: int | None
     look_ahead: float
+    sum_density: float | None
     overlap: bool
     hosts: str = "auto"
 
     def __post_init__(self) -> None:
         checks.check_density("SparseSync", self.density, callable(self.density), ", or a function; 0.01 is 1%")
         checks.check("SparseSync", vars(self), _RULES)
-        free = self.warmup_steps == 0 or not callable(self.density)
+        free, sums = self.warmup_steps == 0 or not callable(self.density), self.sum_density
         for name, ok, wanted in (
             ("warmup_steps", free, "0 when density is a function"),
             ("bits", self.bits != 2 or self.chunk > 0, "None without chunk: set chunk=4096"),
             ("chunk", self.bits != 1 or self.chunk == 0, "0 with bits=1, which has chunks of its own"),
             ("bits", self.bits is None or self.wire_dtype is None, "None with wire_dtype: set one of them"),
+            ("sum_density", sums is None or self.bits is None, "None with bits: set one of them"),
+            (
+                "sum_density",
+                sums is None or self.look_ahead >= 0.5,
+                "None with look_ahead below 0.5: what owners keep is in no forward pass, and training was unstable",
+            ),
+            ("sum_density", sums is None or self.chunk == 0, "None with chunk: sums are pruned by a threshold"),
+            (
+                "sum_density",
+                sums is None or self._end is not None,
+                "None when density is a function other than Geometric: its last value is not known",
+            ),
         ):
             checks.require("SparseSync", name, getattr(self, name), ok, wanted)
 
@@ -79,6 +93,17 @@ class Settings:
         if self.warmup_steps == 0 or callable(self.density) or self.bits == 1:
             return self.density
         return Geometric(end=float(self.density), steps=-(-self.warmup_steps // self.every))
+
+    @property
+    def _end(self) -> float | None:
+        """The density after the warm-up, if it is known."""
+        density = self.density.end if isinstance(self.density, Geometric) else self.density
+        return None if callable(density) else float(density)
+
+    def sum_density_at(self, density: float) -> float:
+        """Share of the sums that their owners send in an exchange of this density: in proportion to it."""
+        assert self.sum_density is not None and self._end is not None
+        return 1.0 if density >= 1 else min(1.0, self.sum_density * density / self._end)
 
     def packs(self, density: float) -> bool:
         """Whether an exchange of this density sends two bits per value. 1 as a float32 sends everything exactly."""

@@ -76,6 +76,10 @@ class KeptSigns:
                 lengths[(chunks - self.first) // CHUNK] = (end - chunks).clamp(max=CHUNK).int()
         self.lengths = lengths.to(bucket.device)
 
+    def clear(self, exchanges: int) -> None:
+        """Keep nothing."""
+        self.values.zero_()
+
     def is_empty(self) -> bool:
         """Whether nothing is kept. Waits for the device."""
         return not bool(self.values.any())

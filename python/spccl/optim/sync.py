@@ -101,6 +101,9 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             the host waits for the device 1 + 2 ranks times per bucket.
         look_ahead: part of what this rank has not sent that its own weights hold, (0, 1]; None: 1. Below 1 for torch's
             optimizers whose steps are proportional to the learning rate, and for any with 16-bit parameters alone.
+        sum_density: share of the entries that the owner of a shard sends of the sums of all ranks, (0, 1]. The rest
+            waits at the owner, so that bytes do not grow with the number of ranks (docs/TRAINING.md). In the warm-up
+            the share falls with the density. None: sums are sent as they are. Costs 8 bytes per parameter / ranks.
         overlap: the model: an exchange then ends during the next forward pass, with the same bits as without (see
             `spccl.optim.overlap`). Costs 4 bytes per parameter, 6 with wire_dtype. Each module must use only its own
             parameters and those of modules that it calls; call wait() before other uses. Not with FSDP2. A later
@@ -148,6 +151,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         chunk: int = 0,
         bits: int | None = None,
         look_ahead: float | None = None,
+        sum_density: float | None = None,
         overlap: torch.nn.Module | None = None,
         hosts: str = "auto",
         **older: Any,
@@ -167,7 +171,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             "correct_second_moment": correct_second_moment, "clip_norm": clip_norm, "check_finite": check_finite,
             "check_every": check_every, "norm_every": norm_every, "bucket_mb": bucket_mb, "seed": seed,
             "wire_dtype": wire_dtype, "chunk": chunk, "bits": bits, "look_ahead": look_ahead,
-            "overlap": overlap is not None, "hosts": hosts,
+            "sum_density": sum_density, "overlap": overlap is not None, "hosts": hosts,
         }  # fmt: skip
         rows = recipes.ADAM if moments.is_correctable(optimizer) else ()
         checks.refuse_density(density, bits)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .exchanges import AllReduce, Exchange, TwoBits
-from .signs import KeptSigns, Signs
+from .pruned_sums import PrunedSums, kept_sums
+from .signs import Signs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 class Transfers:
     """Attributes:
     scratch: two buffers for each device and dtype, as long as the longest bucket.
-    kept: with bits=1, by bucket, what this rank keeps of the sums of its shard.
+    kept: with bits=1 (`KeptSigns`) or sum_density (`KeptSums`), by bucket, what this rank keeps of the sums of its
+        shard.
     pending: what is under way, by number of the bucket: how it is exchanged, its buffer, the state of that.
     """
 
@@ -30,9 +32,14 @@ class Transfers:
         self.settings, self.ranks, self.buckets, self.host = settings, ranks, buckets, host
         averages = {b.device: ranks.averages(b.device, settings.bits is None) for b in buckets}
         self._signs = Signs(settings, ranks, buckets) if settings.bits == 1 else None
-        self.kept: dict[Bucket, KeptSigns] = {} if self._signs is None else self._signs.kept
-        self._exact = AllReduce(settings, ranks, buckets, averages, kept=self.kept)
-        self._usual = AllReduce(settings, ranks, buckets, averages, settings.wire_dtype)
+        self.kept: dict[Bucket, Any] = {} if self._signs is None else self._signs.kept
+        if settings.sum_density is None:
+            self._exact = AllReduce(settings, ranks, buckets, averages, kept=self.kept)
+            self._usual = AllReduce(settings, ranks, buckets, averages, settings.wire_dtype)
+        else:
+            self.kept = sums = kept_sums(ranks, buckets)
+            self._exact = PrunedSums(settings, ranks, buckets, averages, sums)
+            self._usual = PrunedSums(settings, ranks, buckets, averages, sums, settings.wire_dtype)
         self._ways: list[Exchange] = [self._usual for _ in buckets]  # of the last exchange
         self.scratch = self._make_scratch()
         self.pending: dict[int, tuple[Exchange, torch.Tensor, Any]] = {}
@@ -69,8 +76,9 @@ class Transfers:
         way: Exchange = self._exact if exact else self._usual
         if self.settings.packs(density) and not exact:
             way = TwoBits(self.settings, self.ranks, self.buckets, density)
-        signs = way if exact or self._signs is None else self._signs
-        return [signs if bucket in self.kept else way for bucket in self.buckets]
+        if exact or self._signs is None:
+            return [way for _ in self.buckets]
+        return [self._signs if bucket in self.kept else way for bucket in self.buckets]
 
     def _buffer(self, i: int) -> tuple[torch.Tensor, int | None]:
         """The buffer of bucket i, and its slot: see `Exchange.begin`."""
@@ -96,6 +104,10 @@ class Transfers:
         """Bytes of what the last exchange sent of bucket i, of `n_sent` values."""
         packed = self._ways[i].sent_bytes(self.buckets[i])
         return n_sent * self._ways[i].value_bytes(self.buckets[i]) if packed is None else packed
+
+    def n_calls(self) -> int:
+        """Collectives of the last exchange."""
+        return sum(way.n_calls for way in self._ways)
 
     def delegated_bytes(self) -> int:
         """Bytes that this rank gave, in the last exchange, to collectives which spccl leaves to another backend."""
