@@ -39,14 +39,19 @@ def settings_of(recipe: Recipe, steps: int) -> dict[str, object]:
         ("moment", recipe.moment in moments, ", ".join(moments)),
         ("power", recipe.power == 0, "0"),
         ("decay_in_change", recipe.decay_in_change, "True"),
+        ("chunk", recipe.chunk == TILE, f"{TILE}"),
+        ("magnitude", recipe.magnitude == "mean", "mean"),
+        ("sum_density", recipe.sum_density == 0, "0"),
     ):
         if not there:
             raise ValueError(
                 f"ranks.py: recipe has {name}={getattr(recipe, name)}, which SparseSync does not have, wanted "
                 f"{wanted}; bench/quality/run.py simulates it"
             )
+    one_bit = recipe.wire == "1bit"
     return {
-        "density": lambda exchange: recipe.density_at((exchange + 1) * recipe.every, steps),
+        "density": None if one_bit else lambda exchange: recipe.density_at((exchange + 1) * recipe.every, steps),
+        "warmup_steps": recipe.warmup if one_bit else 0,
         "every": recipe.every,
         "leak": recipe.decay,
         "look_ahead": recipe.look_ahead,
@@ -55,7 +60,7 @@ def settings_of(recipe: Recipe, steps: int) -> dict[str, object]:
         "correct_second_moment": moments[recipe.moment],
         "wire_dtype": torch.bfloat16 if recipe.wire == "bfloat16" else None,
         "chunk": TILE if recipe.select == "chunk" else 0,
-        "bits": 2 if recipe.wire == "2bit" else None,
+        "bits": {"1bit": 1, "2bit": 2}.get(recipe.wire),
     }
 
 

@@ -203,10 +203,11 @@ RANKS_RECIPES = [
     Recipe(moment="local", every=4, density=0.1, select="chunk", wire="float32", decay=0.5),
     Recipe(moment="local", every=4, density=0.1, select="chunk"),
     Recipe(moment="local", every=4, density=0.1, select="chunk", wire="2bit", look_ahead=0.5, outer_momentum=0.5),
+    Recipe(moment="local", wire="1bit", warmup=3, look_ahead=0.5),
 ]
 
 
-@pytest.mark.parametrize("recipe", RANKS_RECIPES, ids=["decay", "chunk", "2bit"])
+@pytest.mark.parametrize("recipe", RANKS_RECIPES, ids=["decay", "chunk", "2bit", "1bit"])
 def test_the_wrapper_in_ranks_follows_the_simulation(recipe: Recipe) -> None:
     """ranks.py and run.py with one worker: chunks have no sampled threshold, so only rounding differs, and
     which of nearly equal entries it makes the larger."""
@@ -231,7 +232,14 @@ def test_the_wrapper_in_ranks_follows_the_simulation(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize(
     "field, value",
-    [("mode", "gradient"), ("select", "rotate"), ("moment", "ratio"), ("power", 1), ("decay_in_change", False)],
+    [
+        ("mode", "gradient"),
+        ("sum_density", 0.1),
+        ("select", "rotate"),
+        ("moment", "ratio"),
+        ("power", 1),
+        ("decay_in_change", False),
+    ],
 )
 def test_ranks_refuses_what_the_wrapper_does_not_have(field: str, value: object) -> None:
     import ranks
