@@ -335,9 +335,7 @@ static inline spccl_status progress_to(struct member *m, int *peer, char *text)
 
 static inline spccl_status progress(struct member *m)
 {
-    int peer = -1;
-    char text[SP_ABORT_TEXT_CAP];
-    return progress_to(m, &peer, text);
+    return sp_links_progress(&m->links);
 }
 
 /* Sleep until the endpoint wakes this rank. False if it does not within PATIENCE_MS. */

@@ -382,9 +382,12 @@ static spccl_status connect_all(struct sp_tcp *ep)
     const sp_acceptor_peers peers = {ep->config.world_size, ep, connect_peer, "connecting to", " over tcp"};
     sp_rank_list missing = {0};
     const char *cause = "";
-    spccl_status st = sp_acceptor_step_peers(&ep->acceptor, &peers, &missing);
+    spccl_status st;
+    if (ep->acceptor.listen_fd < 0)
+        return SPCCL_OK; /* all peers have connected */
+    st = sp_acceptor_step_peers(&ep->acceptor, &peers, &missing);
     if (st == SPCCL_OK) {
-        sp_acceptor_close(&ep->acceptor); /* all peers have connected */
+        sp_acceptor_close(&ep->acceptor);
         sp_tcp_limit_window(ep);
     }
     if (st != SPCCL_AGAIN || !sp_deadline_passed(ep->config.deadline_ns))
