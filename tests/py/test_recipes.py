@@ -56,6 +56,10 @@ def test_what_was_given_wins():
     assert (made.settings.look_ahead, made.settings.wire_dtype, made.settings.warmup_steps) == (0.25, None, 0)
     assert made.settings.density == recipes.ADAM[0].settings["density"]
     assert "look_ahead" not in made.stats()["recipe"]
+    packed = opt(4, every=16, chunk=4096, bits=2)  # whose values are not of 16 bits
+    assert (packed.settings.density, packed.settings.wire_dtype) == (0.105, None)
+    given = {"density": None, "look_ahead": None, "sum_density": 0.05}
+    assert recipes.choose(given, 16, recipes.ADAM)[0]["look_ahead"] == 0.5
 
 
 def test_beyond_what_was_measured_one_warning_names_the_nearest():

@@ -69,15 +69,15 @@ def choose(
     if "density" not in wanted:
         return given | {name: PLAIN[name] for name in wanted}, "as given"
     if n_ranks == 1:
-        return given | {name: PLAIN[name] for name in wanted}, "one rank, which sends nothing"
+        return given | _completed(given, wanted, PLAIN), "one rank, which sends nothing"
     fitting = sorted((row for row in rows if _fits(row, given)), key=lambda row: row.ranks)
     row = next((row for row in fitting if row.ranks >= n_ranks), fitting[-1] if fitting else None)
     if row is None:
         text = "not measured with this optimizer and these settings"
         what = "bits=1" if given.get("bits") == 1 else f"density=None is {PLAIN['density']} here, which"
         _warn(f"{who}: {what} was {text}; compare with dense training")
-        return given | {name: PLAIN[name] for name in wanted}, text
-    chosen = {name: row.settings.get(name, PLAIN[name]) for name in wanted}
+        return given | _completed(given, wanted, PLAIN), text
+    chosen = _completed(given, wanted, row.settings)
     shown = ", ".join(f"{name}={chosen[name]}" for name in row.settings if name in chosen)
     text = f"{shown}; {row}"
     if n_ranks > row.ranks:
@@ -93,11 +93,24 @@ def _is_unset(name: str, value: object) -> bool:
 
 def _fits(row: Row, given: dict[str, Any]) -> bool:
     """Whether what was given can go with the row."""
-    if given.get("bits") not in (None, row.settings.get("bits")):
+    if (given.get("every", 1) == 1) != (row.local_steps == 1):
         return False
-    if row.settings.get("bits") == 1 and (given.get("chunk") or isinstance(given.get("wire_dtype"), torch.dtype)):
-        return False
-    return (given.get("every", 1) == 1) == (row.local_steps == 1)
+    if row.settings.get("bits") != 1:
+        return given.get("bits") != 1
+    prunes = given.get("chunk") or given.get("sum_density") is not None
+    return given.get("bits") in (None, 1) and not isinstance(given.get("wire_dtype"), torch.dtype) and not prunes
+
+
+def _completed(given: dict[str, Any], wanted: set[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What `settings` have for what is wanted, where that can go with what was given."""
+    chosen = {name: settings.get(name, PLAIN[name]) for name in wanted}
+    bits = (given | chosen).get("bits")
+    changes = {"density": 1.0} if bits == 1 else {}  # nothing is pruned
+    if bits is not None:  # of values
+        changes["wire_dtype"] = None
+    if given.get("sum_density") is not None and "look_ahead" in chosen:
+        changes["look_ahead"] = max(0.5, chosen["look_ahead"])  # with less, pruned sums are unstable
+    return chosen | {name: value for name, value in changes.items() if name in wanted}
 
 
 _warned: set[str] = set()

@@ -176,7 +176,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         rows = recipes.ADAM if moments.is_correctable(optimizer) else ()
         checks.refuse_density(density, bits)
         given, self.recipe = recipes.choose(given, self.ranks.n_pruning, rows)
-        self.settings = Settings(**given | ({"density": 1.0} if given["bits"] == 1 else {}))
+        self.settings = Settings(**given)
         super().__setstate__({})  # hooks of torch.optim.Optimizer; its __init__ would make parameter groups of its own
         self.steps = 0  # calls of step()
         self.exchanges = 0  # exchanges that have ended
