@@ -56,6 +56,9 @@ def test_what_was_given_wins():
     assert (made.settings.look_ahead, made.settings.wire_dtype, made.settings.warmup_steps) == (0.25, None, 0)
     assert made.settings.density == recipes.ADAM[0].settings["density"]
     assert "look_ahead" not in made.stats()["recipe"]
+    one_bit = opt(16, bits=1, warmup_steps=3)
+    assert (one_bit.settings.density, one_bit.settings.warmup_steps) == (1.0, 3)
+    assert opt(16, chunk=4096).settings.bits is None  # chunks of one bit are not those
     packed = opt(4, every=16, chunk=4096, bits=2)  # whose values are not of 16 bits
     assert (packed.settings.density, packed.settings.wire_dtype) == (0.105, None)
     given = {"density": None, "look_ahead": None, "sum_density": 0.05}

@@ -46,12 +46,20 @@ class Row:
 _BF16 = {"warmup_steps": 50, "correct_second_moment": "scaled", "wire_dtype": torch.bfloat16}
 ADAM = (
     Row(4, {"density": 0.0245, "look_ahead": 0.5, **_BF16}, "loss 0.018 nats above dense", 20.8, "quality-25m.csv"),
+    Row(16, {"bits": 1, "warmup_steps": 150, "correct_second_moment": True},
+        "loss 0.034 nats above dense", 21.8, "quality-25m-16-ranks-5000-steps.csv"),
     Row(16, {"density": 0.0245, "look_ahead": 0.125, **_BF16},
         "loss 0.106 nats above dense after 2000 steps", 8.9, "quality-25m-16-ranks.csv"),
     Row(4, {"density": 0.105, "look_ahead": 0.5, "correct_second_moment": "scaled", "wire_dtype": torch.bfloat16},
         "loss 0.048 nats above dense", 111, "quality-25m-every-16.csv", local_steps=16),
 )  # fmt: skip
 SGD = (Row(4, {"density": 0.01}, "accuracy that of dense training", 6.3, "quality-digits.csv"),)
+
+
+def rows_for(optimizer: torch.optim.Optimizer, is_adam: bool) -> list[Row]:
+    """The rows for SparseSync with this optimizer: one bit is not for float64."""
+    has_float64 = any(p.dtype == torch.float64 for group in optimizer.param_groups for p in group["params"])
+    return [row for row in ADAM if is_adam and not (has_float64 and row.settings.get("bits") == 1)]
 
 
 def choose(

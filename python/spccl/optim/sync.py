@@ -173,7 +173,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             "wire_dtype": wire_dtype, "chunk": chunk, "bits": bits, "look_ahead": look_ahead,
             "sum_density": sum_density, "overlap": overlap is not None, "hosts": hosts,
         }  # fmt: skip
-        rows = recipes.ADAM if moments.is_correctable(optimizer) else ()
+        rows = recipes.rows_for(optimizer, moments.is_correctable(optimizer))
         checks.refuse_density(density, bits)
         given, self.recipe = recipes.choose(given, self.ranks.n_pruning, rows)
         self.settings = Settings(**given)
