@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
+import operator
 import os
 import re
 import shutil
@@ -19,6 +19,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 IFNAME = "eth0"
 _BURST_S, _BURST_BYTES_MIN, _BURST_BYTES_MAX = 256 * 1024 / 125e6, 16 << 10, 256 << 10
@@ -148,8 +149,7 @@ def enter(name: str) -> None:
 # ---- counters ----
 
 
-@dataclasses.dataclass(frozen=True)
-class Counters:
+class Counters(NamedTuple):
     """What the host of this thread counted since it was made.
 
     tx_bytes: bytes out of its interface, with all headers. retransmits: TCP segments sent again. timeouts: TCP
@@ -161,11 +161,7 @@ class Counters:
     timeouts: int
 
     def since(self, before: Counters) -> Counters:
-        return Counters(
-            self.tx_bytes - before.tx_bytes,
-            self.retransmits - before.retransmits,
-            self.timeouts - before.timeouts,
-        )
+        return Counters(*map(operator.sub, self, before))
 
 
 def _table_value(path: str, table: str, name: str) -> int:

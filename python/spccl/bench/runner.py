@@ -186,8 +186,7 @@ class _Bench(Loop):
     def _with_network(self, row: Row, counted: list[list[hosts.Counters]]) -> HostRow:
         """Add what the hosts counted, by system and iteration. Of the ranks of a host only the first counts."""
         is_first = self.rank % (self.world_size // self.plan.n_hosts) == 0
-        sums = [is_first * np.sum([dataclasses.astuple(c) for c in one], axis=0) for one in counted]
-        everyone = np.stack([self.gather(one) for one in sums])  # [systems, ranks, 3]
+        everyone = np.stack([self.gather(is_first * np.sum(one, axis=0)) for one in counted])  # [systems, ranks, 3]
         busiest = everyone[:, :, 0].max(axis=1) / self.plan.iters / row.calls_per_iter
         counts = everyone[:, :, 1:].sum(axis=1)
         return HostRow(
