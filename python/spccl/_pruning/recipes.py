@@ -53,7 +53,10 @@ ADAM = (
     Row(4, {"density": 0.105, "look_ahead": 0.5, "correct_second_moment": "scaled", "wire_dtype": torch.bfloat16},
         "loss 0.048 nats above dense", 111, "quality-25m-every-16.csv", local_steps=16),
 )  # fmt: skip
-SGD = (Row(4, {"density": 0.01}, "accuracy that of dense training", 6.3, "quality-digits.csv"),)
+SGD = (
+    Row(4, {"density": 0.01}, "accuracy that of dense training", 6.3, "quality-digits.csv"),
+    Row(32, {"density": 0.01}, "accuracy that of dense training, simulated", 5.3, "quality-digits-many.csv"),
+)
 
 
 def rows_for(optimizer: torch.optim.Optimizer, is_adam: bool) -> list[Row]:
