@@ -79,6 +79,11 @@ def encoded(rows: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]
     return sums / counts[:, None], torch.where(rows.signbit(), -1.0, 1.0)
 
 
+def one_bit(net: Net, **settings) -> SparseSync:
+    """Without a recipe, which would begin with many dense steps."""
+    return SparseSync(adamw(net), bits=1, **{"warmup_steps": 0, "correct_second_moment": False, **settings})
+
+
 def follows_the_rule():
     """Local and global weights, bit for bit; on Gloo those that are sent whole have rounding of its own."""
     for settings in (
@@ -91,7 +96,7 @@ def follows_the_rule():
         outer = settings.get("outer_lr", 1.0), settings.get("outer_momentum", 0.0)
         warmup = -(-settings.get("warmup_steps", 0) // given["every"])
         net, simulation = Net(), SignsSimulation(warmup, outer=outer, **given)
-        opt = SparseSync(adamw(net), bits=1, correct_second_moment=False, **{"bucket_mb": 0.03, **settings})
+        opt = one_bit(net, **{"bucket_mb": 0.03, **settings})
         for t in range(8):
             steps(opt, net, 1, t)
             simulation.step(t, 1.0)
@@ -104,7 +109,7 @@ def ranks_agree():
     for dtype in (torch.float32, torch.bfloat16):
         for overlaps in (False, True):
             net = Net(dtype, seed=RANK)
-            opt = SparseSync(adamw(net), bits=1, check_every=1, overlap=Wrapped(net) if overlaps else None)
+            opt = one_bit(net, check_every=1, overlap=Wrapped(net) if overlaps else None)
             steps(opt, net, 5)
             with opt.global_weights():
                 bits = [p.detach().clone() for p in trained(net).values()]
@@ -114,9 +119,9 @@ def ranks_agree():
 
 def overlap_changes_no_bit():
     """With delayed transfers. Ranks wait at different times, alone: both collectives were started in step()."""
-    settings = {"bits": 1, "bucket_mb": 0.03, "check_every": 4, "norm_every": 0}
+    settings = {"bucket_mb": 0.03, "check_every": 4, "norm_every": 0}
     net, plain = Net(), Net()
-    opt, other = SparseSync(adamw(net), overlap=Wrapped(net), **settings), SparseSync(adamw(plain), **settings)
+    opt, other = one_bit(net, overlap=Wrapped(net), **settings), one_bit(plain, **settings)
     generator = torch.Generator().manual_seed(RANK)
     for name in ("all_reduce", "all_gather", "all_to_all"):
         delay(opt.ranks, name, generator)
@@ -134,7 +139,7 @@ def sends_few_bytes() -> dict:
     """What is counted is what the layout says: 31.75 times fewer than a dense all-reduce, on any number of ranks."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(1024, 1024, device=DEVICE))
-    opt = SparseSync(torch.optim.SGD([weight], lr=0.1), bits=1, check_every=0)
+    opt = SparseSync(torch.optim.SGD([weight], lr=0.1), bits=1, warmup_steps=0, check_every=0)
     start = opt.stats()["wire_bytes"]
     for t in range(3):
         weight.grad = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(t + 7 * RANK)).to(DEVICE)
@@ -154,9 +159,8 @@ def sends_few_bytes() -> dict:
 def resumes_and_reshards():
     """A run that loads its states continues bit for bit. States for fewer and for more ranks keep what is to be sent:
     the average of what ranks have not sent, plus what owners keep. After consolidate() nothing is kept."""
-    settings = {"bits": 1, "bucket_mb": 0.03, "correct_second_moment": False}
     net, again = Net(), Net()
-    opt, other = SparseSync(adamw(net), **settings), SparseSync(adamw(again), **settings)
+    opt, other = one_bit(net, bucket_mb=0.03), one_bit(again, bucket_mb=0.03)
     steps(opt, net, 4)
     state = copy.deepcopy(opt.state_dict())
     other.load_state_dict(copy.deepcopy(state))  # torch shares what it loads
@@ -182,7 +186,7 @@ def resumes_and_reshards():
     for z, p, a in zip(start, trained(net).values(), before, strict=True):
         torch.testing.assert_close((p - z).cpu(), a, rtol=1e-4, atol=1e-6)
     fresh = Net(seed=9)
-    SparseSync(adamw(fresh), **settings).load_state_dict(everyone(state)[0])
+    one_bit(fresh, bucket_mb=0.03).load_state_dict(everyone(state)[0])
     assert all(torch.equal(a, b) for a, b in zip(trained(fresh).values(), trained(net).values(), strict=True))
 
 
@@ -204,7 +208,7 @@ def refuses_what_differs():
     with raises(ValueError, "ranks differ", "bits is"):
         SparseSync(adamw(Net()), density=None if RANK == 0 else 1.0, bits=1 if RANK == 0 else None)
     net = Net()
-    opt = SparseSync(adamw(net), bits=1)
+    opt = one_bit(net)
     steps(opt, net, 2)
     mine = opt.state_dict()
     dense, keeps = SparseSync(adamw(Net())), any(entry["kept"] for entry in mine[KEY]["parameters"])
