@@ -89,6 +89,10 @@ class PrunedGradients(PruningHook):
         residual_dtype: torch.float32 (float64 for float64 gradients), or torch.bfloat16 to keep 2 bytes per entry
             instead of 4. A bfloat16 residual is rounded at random in every step, so that its mean is right; but what
             is sent and what is kept then no longer add up exactly. Not for float64 gradients.
+        hosts: "auto": with two hosts or more of the same number of ranks, 2 or more, those of a host average their
+            gradients in float32, each prunes its part of every parameter, and hosts are the "ranks" above. The backward
+            pass then waits for the other ranks of the host in each bucket. "off": all ranks prune. "on": refuse other
+            hosts, when the hook is registered. `stats()["hosts"]` says what was decided.
     Errors: ValueError for a setting out of range, with its name and the allowed range.
 
     DDP features:
@@ -154,7 +158,8 @@ class PrunedGradients(PruningHook):
 
     def _fit_loaded(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
         group = model.process_group
-        self._hosts = hosts_.find("PrunedGradients", self.hosts, group)
+        device = next(model.parameters()).device
+        self._hosts = hosts_.find("PrunedGradients", self.hosts, group, device)
         self._wholes = layouts(model)
         if self._loaded:
             self._check_hosts({**self._loaded_hosts, "world_size": self._loaded_ranks}, group)

@@ -6,14 +6,18 @@ Each rank owns a part of every parameter, prunes it, and exchanges it with the r
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from spccl import _ext, backend
 
-from .checks import Rule, is_whole, require
+from .checks import Rule, is_whole, outside, require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,9 +54,10 @@ def alone(group: dist.ProcessGroup | None, rank: int, n_ranks: int, why: str) ->
     return Hosts(why, n_ranks, 1, rank, 0, tuple((r, 0) for r in range(n_ranks)), None, group)
 
 
-def find(who: str, mode: str, group: dist.ProcessGroup | None) -> Hosts:
+def find(who: str, mode: str, group: dist.ProcessGroup | None, device: torch.device | None = None) -> Hosts:
     """Decide, and make the groups, on all ranks of `group`. None as `group`: one rank alone.
 
+    Args: device: of what is exchanged; None: the host.
     Raises: ValueError for a `mode` that is none; on all ranks if they differ in `mode`, or hosts were asked for where
         they are uneven.
     """
@@ -78,7 +83,7 @@ def find(who: str, mode: str, group: dist.ProcessGroup | None) -> Hosts:
     host, place = of_rank[rank]
     per_host = 1 + max(p for _, p in of_rank)
     n_hosts = n_ranks // per_host
-    inner, across = _groups_of(group, of_rank, host, place)
+    inner, across = _groups_of(who, group, of_rank, rank, device)
     why = f"{n_hosts} hosts of {per_host} ranks: those of a host average, hosts prune"
     return Hosts(why, n_hosts, per_host, host, place, of_rank, inner, across)
 
@@ -115,16 +120,70 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dict[Any, tuple[Any, Any]]] = WeakKe
 
 
 def _groups_of(
-    group: dist.ProcessGroup, of_rank: tuple[tuple[int, int], ...], host: int, place: int
+    who: str,
+    group: dist.ProcessGroup,
+    of_rank: tuple[tuple[int, int], ...],
+    rank: int,
+    device: torch.device | None,
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """The groups of this host and of this place. Made once for a group, in one order on all ranks."""
     kept = _made.setdefault(group, {})
-    if of_rank not in kept:
+    key = of_rank, None if device is None else device.type
+    if key not in kept:
         members = dist.get_process_group_ranks(group)
-        by_host = _make(group, _lists(members, [h for h, _ in of_rank]))
-        across = _make(group, _lists(members, [p for _, p in of_rank]))
-        kept[of_rank] = by_host[host], across[place]
-    return kept[of_rank]
+        host, place = of_rank[rank]
+        places = _lists(members, [p for _, p in of_rank])
+        inner = _make(group, _lists(members, [h for h, _ in of_rank]))[host]
+        across = _make(group, places, _ROUTE)[place]
+        on_gpu = device is not None and device.type == "cuda" and backend.name_for(across, device) == backend.NAME
+        if on_gpu and (why := why_not_proven(group, across, device)) is not None:
+            warnings.warn(
+                f"{who}: between hosts NCCL carries the exchange, dense, because {why}; SPCCL_CUDA_ROUTE=nccl says so "
+                "without a trial",
+                stacklevel=outside(),
+            )
+            across = _make(group, places, "nccl")[place]
+        kept[key] = inner, across
+    return kept[key]
+
+
+# What is exchanged between hosts is known to be sparse. So spccl's kernels carry it over every network, also where
+# "auto" gives a user's group to NCCL.
+_ROUTE = "spccl"
+_PROOF_ELEMS, _PROOF_S = 1 << 16, 60
+
+
+def why_not_proven(group: dist.ProcessGroup, across: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Exchange a sparse array once on the GPUs and once on the hosts, and compare the bits, on all ranks of `group`.
+
+    Returns: None if they are the same on all ranks, or something else than spccl's kernels moves CUDA tensors, which
+        has said so; else why not.
+    """
+    try:
+        fault = _fault_of_exchange(across, device)
+    except RuntimeError as error:  # DistBackendError
+        fault = str(error).splitlines()[0]
+    everyone: list[str | None] = [None] * group.size()
+    dist.all_gather_object(everyone, fault, group=group)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text is not None), None)
+
+
+def _fault_of_exchange(across: dist.ProcessGroup, device: torch.device) -> str | None:
+    draw = torch.Generator().manual_seed(across.rank())
+    values = torch.randn(_PROOF_ELEMS, generator=draw)
+    values[torch.rand(_PROOF_ELEMS, generator=draw) > 0.02] = 0
+    fault = None
+    for dtype in (torch.float32, torch.bfloat16):  # all ranks make all calls, whatever one finds
+        by_gpu, by_host = values.to(device, dtype, copy=True), values.to(dtype, copy=True)
+        work = dist.all_reduce(by_gpu, op=dist.ReduceOp.AVG, group=across, async_op=True)
+        work.wait(timedelta(seconds=_PROOF_S))
+        if device.type == "cuda" and backend.cuda_stats(across).path != "engine":
+            return None
+        dist.all_reduce(by_host, op=dist.ReduceOp.AVG, group=across)
+        wrong = int((by_gpu.cpu() != by_host).sum())
+        if wrong and fault is None:
+            fault = f"{wrong} of {_PROOF_ELEMS} elements of {dtype} differ from those that the hosts exchange"
+    return fault
 
 
 def _lists(members: Sequence[int], numbers: Sequence[int]) -> list[list[int]]:
@@ -135,14 +194,21 @@ def _lists(members: Sequence[int], numbers: Sequence[int]) -> list[list[int]]:
     return lists
 
 
-def _make(group: dist.ProcessGroup, lists: list[list[int]]) -> list[Any]:
-    """A group for each list. In the world all ranks make each; ranks outside of another group cannot help."""
+def _make(group: dist.ProcessGroup, lists: list[list[int]], route: str | None = None) -> list[Any]:
+    """A group for each list. In the world all ranks make each; ranks outside of another group cannot help.
+
+    Args: route: of CUDA tensors, where that of `group` is "auto" or "auto+stage".
+    """
     names = set(backend.names_of(group))
     options = backend.options_of(group)
     if options is None:
         theirs = getattr(group._get_backend(next(iter(group._device_types))), "options", None)
         settings = {"timeout": getattr(theirs, "_timeout", None)}
     else:
+        base, plus, stage = options.cuda_route.partition("+")
+        if route is not None and base == "auto":
+            named = "stage" if route == "nccl" and stage else route if route == "nccl" else route + plus + stage
+            options = dataclasses.replace(options, cuda_route=named)
         settings = {"timeout": options.timeout, "pg_options": options if len(names) == 1 else None}
     settings["backend"] = names.pop() if len(names) == 1 else dist.get_backend_config(group)
     in_world, me = group is dist.group.WORLD, dist.get_rank()

@@ -49,7 +49,9 @@ class Ranks:
     hosts: which of the ranks prune with each other (`spccl._pruning.hosts`). Exchanges are between those.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, mode: str = "off"):
+    def __init__(
+        self, group: dist.ProcessGroup | None, mode: str = "off", device: torch.device | None = None
+    ):
         there = dist.is_available() and dist.is_initialized()
         self.group = dist.group.WORLD if group is None and there else group
         self.world_size = dist.get_world_size(self.group) if self.group is not None else 1
@@ -59,7 +61,7 @@ class Ranks:
                 f"SparseSync: this process (rank {dist.get_rank()} of the world) is not in the group it was given; "
                 "make the optimizer only on ranks of the group"
             )
-        self.hosts = hosts.find("SparseSync", mode, self.group)
+        self.hosts = hosts.find("SparseSync", mode, self.group, device)
 
     @property
     def n_pruning(self) -> int:

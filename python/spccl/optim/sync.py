@@ -108,6 +108,9 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             `spccl.optim.overlap`). Costs 4 bytes per parameter, 6 with wire_dtype. Each module must use only its own
             parameters and those of modules that it calls; call wait() before other uses. Not with FSDP2. A later
             SparseSync on the same parameters ends it.
+        hosts: "auto": with two hosts or more of the same number of ranks, 2 or more, those of a host average their
+            gradients, and hosts prune (`spccl.optim.hosts`): "ranks" above are hosts then. "off": all ranks prune.
+            "on": refuse other hosts. `stats()["hosts"]` says what was decided.
     Raises: TypeError for an `optimizer`, `group`, `overlap` or parameter of a wrong type; ValueError for a setting that
         is out of range or no number, and for parameters that are not supported; ValueError on every rank if ranks
         differ in settings or parameters, with names, values and ranks. Warns if density is the integer 1.
@@ -164,7 +167,8 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         if overlap is not None:
             overlaps.check_module(overlap)
         self.inner = optimizer
-        self.ranks = Ranks(group, hosts)
+        device = next((p.device for g in optimizer.param_groups for p in g["params"]), None)
+        self.ranks = Ranks(group, hosts, device)
         given = {
             "density": density, "every": every, "warmup_steps": warmup_steps, "sample": sample, "min_numel": min_numel,
             "leak": leak, "outer_lr": outer_lr, "outer_momentum": outer_momentum,
@@ -446,8 +450,9 @@ class SparseSync(HasStats, torch.optim.Optimizer):
 
         16-bit parameters then hold the global float32 weights, rounded.
 
-        For evaluation and for saving the model. No communication: ranks may enter it alone, but all shards of a replica
-        of FSDP2 together, because FSDP2 then gathers all parameters again. No step() inside.
+        For evaluation and for saving the model. No communication: ranks may enter it alone. But all shards of a replica
+        of FSDP2 enter together, because FSDP2 then gathers all parameters again; and so do the ranks of a host where
+        hosts prune, because each has a part of the global weights. No step() inside.
         """
         self._swap(True)
         try:

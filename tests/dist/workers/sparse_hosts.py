@@ -15,6 +15,8 @@ import warnings
 import torch
 import torch.distributed as dist
 
+from spccl import backend
+from spccl._pruning import hosts
 from spccl.optim import SparseSync
 from spccl.optim.checkpoint import KEY
 from workers.common import RANK, WORLD, main, raises
@@ -317,6 +319,31 @@ def a_group_of_some_ranks():
     assert SparseSync(adamw(Net()), group=group).ranks.hosts.inner is opt.ranks.hosts.inner
 
 
+def the_trial_of_a_gpu_is_agreed():
+    """What decides whether spccl's kernels carry CUDA tensors between hosts, here with tensors of the host."""
+    opt, cpu = SparseSync(adamw(Net())), torch.device("cpu")
+    whole, across = dist.group.WORLD, opt.ranks.hosts.across
+    assert backend.options_of(across).cuda_route == "spccl" and backend.options_of(whole).cuda_route == "auto"
+    assert hosts.why_not_proven(whole, across, cpu) is None
+    all_reduce = dist.all_reduce
+
+    def wrong(tensor, **named):
+        if RANK == 2 and not named.get("async_op"):
+            all_reduce(tensor, **named)
+            tensor[5] += 1
+            return None
+        return all_reduce(tensor, **named)
+
+    dist.all_reduce = wrong
+    try:
+        why = hosts.why_not_proven(whole, across, cpu)
+    finally:
+        dist.all_reduce = all_reduce
+    assert why == "rank 2: 1 of 65536 elements of torch.float32 differ from those that the hosts exchange", why
+    (dense, *_) = [g for g in hosts._make(whole, [list(range(WORLD))], "nccl") if g is not None]
+    assert backend.options_of(dense).cuda_route == "nccl"
+
+
 def bytes_between_hosts():
     """What leaves a host is the pruned parts alone: as of one rank, for each host."""
     p = torch.nn.Parameter(torch.zeros(1000, 1000))
@@ -336,7 +363,7 @@ CASES = [
     a_host_skips_a_step_together, a_host_has_one_loss_scale, gradients_that_some_ranks_lack,
     states_continue_and_move_between_host_shapes, a_consolidated_state_serves_every_run,
     refuses_states_of_other_host_shapes, refuses_hosts_that_are_not_there, drift_is_found_within_a_place,
-    a_group_of_some_ranks, bytes_between_hosts
+    a_group_of_some_ranks, the_trial_of_a_gpu_is_agreed, bytes_between_hosts
 ]  # fmt: skip
 
 if __name__ == "__main__":
