@@ -65,8 +65,8 @@ def _files_in(folder: Path) -> list[tuple[int, int, Path]]:
 def load_state(part: PrunedGradients | SparseSync, folder: Path, rank: int, world_size: int) -> None:
     """Load this rank's state from `folder`, saved by `save_state` on any number of ranks.
 
-    With the same number of ranks that is the file spccl-rank-RANK-of-WORLD_SIZE.pt; with another one all files are
-    read.
+    With the same number of ranks that is the file spccl-rank-RANK-of-WORLD_SIZE.pt; with another one, or if other hosts
+    pruned, all files are read.
 
     Args: rank, world_size: this rank's number and the number of ranks now, in the whole job.
     Raises: FileNotFoundError if the folder has no state; ValueError that names the folder if the states of some ranks
@@ -76,9 +76,13 @@ def load_state(part: PrunedGradients | SparseSync, folder: Path, rank: int, worl
 
     folder = Path(folder)
     mine = folder / _name(rank, world_size)
+    per_host = _per_host(part)
     if mine.is_file():
-        _load(part, folder, torch.load(mine, weights_only=True, map_location="cpu"))
-        return
+        state = torch.load(mine, weights_only=True, map_location="cpu")
+        numbers = state.get("sparse_sync", state).get("hosts") or {"per_host": 1}
+        if per_host in (None, numbers["per_host"]) or state.get("sparse_sync", {}).get("consolidated"):
+            _load(part, folder, state)
+            return
     files = _files_in(folder)
     if not files:
         kind = type(part).__name__
@@ -87,12 +91,20 @@ def load_state(part: PrunedGradients | SparseSync, folder: Path, rank: int, worl
             f"there; to begin {kind} with that checkpoint's model, load the model alone and start a new run"
         )
     # Mapped: of the other ranks' states, memory holds only what is read now.
+    if mine.is_file():  # of other hosts; files of another number of ranks are older
+        files = [row for row in files if row[1] == world_size]
     states = [torch.load(file, weights_only=True, map_location="cpu", mmap=True) for _, _, file in files]
     try:
-        state = _copied(part.reshard(states, world_size, ranks=[rank])[0])
+        state = _copied(part.reshard(states, world_size, ranks=[rank], per_host=per_host or 1)[0])
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     _load(part, folder, state)
+
+
+def _per_host(part: PrunedGradients | SparseSync) -> int | None:
+    """Ranks of each host where hosts prune; 1: all ranks do; None: a hook that is on no model yet."""
+    found = part.ranks.hosts if is_sparse_sync(part) else part._hosts
+    return None if found is None else found.per_host
 
 
 def _copied(state: Any) -> Any:
