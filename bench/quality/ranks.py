@@ -5,6 +5,7 @@
 
 CPU, backend spccl. The CSV has the columns of run.py; its bytes are those that the backend has counted. With select=top
 thresholds come from other samples than in the simulation, so losses agree to the noise of a run and not to the bit.
+With --per-host L each L ranks count as a host, and hosts prune: bytes are then those between hosts, of a whole host.
 Recipes that SparseSync cannot follow are refused by the name of the field.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
 import time
 from pathlib import Path
 
@@ -116,23 +118,24 @@ class Trainer:
 def train(args: argparse.Namespace, name: str, recipe: Recipe, texts: tuple) -> None:
     trainer = Trainer(args, recipe, texts[0])
     n, ranks = trainer.layout.n_params, dist.get_world_size()
+    pruning, across = trainer.optimizer.ranks.n_pruning, trainer.optimizer.ranks.across
     sent, spent_s = 0.0, 0.0
     while trainer.step < args.steps:
-        before, start, total = spccl.backend.stats().wire_bytes_sent, time.monotonic(), 0.0
+        before, start, total = spccl.backend.stats(across).wire_bytes_sent, time.monotonic(), 0.0
         until = min(args.steps, trainer.step + args.evaluate_every)
         n_steps = until - trainer.step
         while trainer.step < until:
             total += trainer.advance()
         spent_s += time.monotonic() - start
-        sums = torch.tensor([spccl.backend.stats().wire_bytes_sent - before, total], dtype=torch.float64)
+        sums = torch.tensor([spccl.backend.stats(across).wire_bytes_sent - before, total], dtype=torch.float64)
         dist.all_reduce(sums)
-        sent += sums[0].item() / ranks
+        sent += sums[0].item() / pruning  # by a host's ranks together
         windows_now = args.final_windows if trainer.step == args.steps else args.evaluate_windows
         loss, consolidated = trainer.evaluate(texts[1], windows_now)
         row = {
             "name": name, "seed": args.seed, "steps": args.steps, "step": trainer.step,
             "bytes_per_param": f"{sent / n:.5g}",
-            "saving": f"{dense_bytes(n, ranks) * trainer.step / sent:.4g}",
+            "saving": f"{dense_bytes(n, pruning) * trainer.step / sent:.4g}",
             "train_loss": f"{sums[1].item() / n_steps / ranks:.5f}",
             "loss": f"{loss:.5f}", "loss_consolidated": f"{consolidated:.5f}", "seconds": f"{spent_s:.1f}",
         }  # fmt: skip
@@ -156,7 +159,10 @@ def main() -> None:
     p.add_argument("--final-windows", type=int, default=2048)
     p.add_argument("--text-mb", type=int, default=5)
     p.add_argument("--text-cache", type=Path)
+    p.add_argument("--per-host", type=int, default=0, help="ranks that count as one host; 0: as they are")
     args = p.parse_args()
+    if args.per_host:
+        os.environ["SPCCL_HOST_ID"] = f"host {int(os.environ['RANK']) // args.per_host}"
     recipes = read_recipes(args.recipes)
     names = named(args.only, recipes)
     for name in names:
