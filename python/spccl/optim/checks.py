@@ -57,6 +57,11 @@ def refuse_density(density: object, bits: int | None) -> None:
     require("SparseSync", "density", density, density is None or bits != 1, "None with bits=1, which prunes nothing")
 
 
+def device_of(optimizer: torch.optim.Optimizer) -> torch.device | None:
+    """That of its first parameter; None if it has none."""
+    return next((p.device for group in optimizer.param_groups for p in group["params"]), None)
+
+
 def check_param(name: str, param: torch.Tensor, bits: int | None) -> None:
     if param.dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         raise TypeError(

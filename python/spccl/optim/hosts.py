@@ -152,6 +152,12 @@ class Host:
         for i in range(len(self._buckets)) if numbers is None else [numbers]:
             self._gather(*self._copies[i])
 
+    def gather_changes(self, corrected: bool) -> None:
+        """After a step without an exchange: what the owner of a part alone has changed, by a `corrected` second moment
+        or by rounding masters."""
+        if corrected or any(b.masters is not None for b in self._buckets):
+            self.gather()
+
     def gather_whole(self) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
         """(Global weights, velocity or None) of each parameter, whole, flat, by its number in the optimizer."""
         whole: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}

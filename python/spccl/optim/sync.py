@@ -108,9 +108,8 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             `spccl.optim.overlap`). Costs 4 bytes per parameter, 6 with wire_dtype. Each module must use only its own
             parameters and those of modules that it calls; call wait() before other uses. Not with FSDP2. A later
             SparseSync on the same parameters ends it.
-        hosts: "auto": with two hosts or more of the same number of ranks, 2 or more, those of a host average their
-            gradients, and hosts prune (`spccl.optim.hosts`): "ranks" above are hosts then. "off": all ranks prune.
-            "on": refuse other hosts. `stats()["hosts"]` says what was decided.
+        hosts: "auto": with two hosts or more of the same number of ranks, 2 or more, hosts prune (`spccl.optim.hosts`):
+            "ranks" above are hosts then. "off": all ranks prune. "on": refuse other hosts. See `stats()["hosts"]`.
     Raises: TypeError for an `optimizer`, `group`, `overlap` or parameter of a wrong type; ValueError for a setting that
         is out of range or no number, and for parameters that are not supported; ValueError on every rank if ranks
         differ in settings or parameters, with names, values and ranks. Warns if density is the integer 1.
@@ -167,8 +166,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         if overlap is not None:
             overlaps.check_module(overlap)
         self.inner = optimizer
-        device = next((p.device for g in optimizer.param_groups for p in g["params"]), None)
-        self.ranks = Ranks(group, hosts, device)
+        self.ranks = Ranks(group, hosts, checks.device_of(optimizer))
         given = {
             "density": density, "every": every, "warmup_steps": warmup_steps, "sample": sample, "min_numel": min_numel,
             "leak": leak, "outer_lr": outer_lr, "outer_momentum": outer_momentum,
@@ -386,11 +384,8 @@ class SparseSync(HasStats, torch.optim.Optimizer):
                 moments.correct_step(self.inner, bucket, self.ranks.n_pruning, scratch, self.settings.look_ahead)
             if not exchanging:
                 bucket.publish()
-        if self.host is not None and not exchanging and (self._moment == "corrected" or self._has_masters()):
-            self.host.gather()  # what only the owner of a part has changed
-
-    def _has_masters(self) -> bool:
-        return any(bucket.masters is not None for bucket in self.buckets)
+        if self.host is not None and not exchanging:
+            self.host.gather_changes(self._moment == "corrected")
 
     # -- the exchange ------------------------------------------------------------------------------
 
