@@ -57,7 +57,8 @@ class Part(NamedTuple):
             return False
         assert self.state.residual is not None
         self.state.residual.copy_(saved["values"])
-        self.state.state.copy_(saved["state"])
+        if "state" in saved:  # not that of bits=1
+            self.state.state.copy_(saved["state"])
         self.state.state.view(torch.float64)[prune.LOSS_SCALE] = 1.0
         return True
 

@@ -101,9 +101,8 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             the host waits for the device 1 + 2 ranks times per bucket.
         look_ahead: part of what this rank has not sent that its own weights hold, (0, 1]; None: 1. Below 1 for torch's
             optimizers whose steps are proportional to the learning rate, and for any with 16-bit parameters alone.
-        sum_density: share of the entries that the owner of a shard sends of the sums of all ranks, (0, 1]. The rest
-            waits at the owner, so that bytes do not grow with the number of ranks (docs/TRAINING.md). In the warm-up
-            the share falls with the density. None: sums are sent as they are. Costs 8 bytes per parameter / ranks.
+        sum_density: share of the sums' entries that the owner of a shard sends, (0, 1]; the rest waits there
+            (docs/TRAINING.md). It falls with the density. None: all are sent. Costs 8 bytes per parameter / ranks.
         overlap: the model: an exchange then ends during the next forward pass, with the same bits as without (see
             `spccl.optim.overlap`). Costs 4 bytes per parameter, 6 with wire_dtype. Each module must use only its own
             parameters and those of modules that it calls; call wait() before other uses. Not with FSDP2. A later
