@@ -26,8 +26,10 @@ from ._pruning.ddp_model import (
     refuse_second_hook,
 )
 from ._pruning.hook import PruningHook
+from ._pruning.hook_sums import Transfer
 from ._pruning.host_buckets import HostBucket
 from ._pruning.optimizers import refuse_adam, refuse_momentum, warn_at_first_step
+from ._pruning.sums import Piece
 
 _INSTEAD = "without DDP"  # how SparseSync is used in place of this hook
 
@@ -93,6 +95,9 @@ class PrunedGradients(PruningHook):
             gradients in float32, each prunes its part of every parameter, and hosts are the "ranks" above. The backward
             pass then waits for the other ranks of the host in each bucket. "off": all ranks prune. "on": refuse other
             hosts, when the hook is registered. `stats()["hosts"]` says what was decided.
+        sum_density: share of the averages' entries that the owner of a shard sends, (0, 1]; the rest waits there, so
+            that bytes do not grow with the number of ranks. It falls from 1 as the density does. All ranks prune with
+            each other: hosts="auto" is "off". None: all are sent. Costs 4 bytes per parameter / ranks.
     Errors: ValueError for a setting out of range, with its name and the allowed range.
 
     DDP features:
@@ -158,8 +163,8 @@ class PrunedGradients(PruningHook):
 
     def _fit_loaded(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
         group = model.process_group
-        device = next(model.parameters()).device
-        self._hosts = hosts_.find("PrunedGradients", self.hosts, group, device)
+        mode, device = self.hosts if self.sum_density is None else "off", next(model.parameters()).device
+        self._hosts = hosts_.find("PrunedGradients", mode, group, device)
         self._wholes = layouts(model)
         if self._loaded:
             self._check_hosts({**self._loaded_hosts, "world_size": self._loaded_ranks}, group)
@@ -210,8 +215,10 @@ class PrunedGradients(PruningHook):
         # They are kept for one step. Otherwise the backend's thread may drop the last reference, and freeing a tensor
         # that Python has seen needs Python: at exit that aborts the process (Gloo, 4 of 90 short runs). On CUDA they
         # would pin a whole set of gradients while DDP makes its buckets anew.
-        self._on_host: list[tuple[dist.Work | None, torch.futures.Future | None, torch.Tensor, HostBucket | None]] = []
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._on_host: list[
+            tuple[dist.Work | Transfer | None, torch.futures.Future | None, torch.Tensor, HostBucket | None]
+        ] = []
+        self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
     def _attach_to_caller(self) -> None:
         """Find the model after `model.register_comm_hook(self, ...)`: DDP does not tell a hook whose it is.
@@ -250,15 +257,15 @@ class PrunedGradients(PruningHook):
             return exchange(bucket, buffer)
         # On a stream of its own, so that a replay prunes beside the rest of the backward pass. Not in other eager
         # steps: the host needs longer to change streams than the GPU gains (bench/notes/gpt2.md).
-        stream = self._stream(buffer.device)
+        stream = self._stream(buffer.device, "prune")
         stream.wait_stream(torch.cuda.current_stream(buffer.device))
         with torch.cuda.stream(stream):
             return exchange(bucket, buffer)
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        stream = self._streams.get(device)
+    def _stream(self, device: torch.device, use: str) -> torch.cuda.Stream:
+        stream = self._streams.get((device, use))
         if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device, priority=-1)
+            stream = self._streams[device, use] = torch.cuda.Stream(device, priority=-1)
         return stream
 
     def _exchange(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future:
@@ -281,7 +288,10 @@ class PrunedGradients(PruningHook):
         self._statistics.now.select_s += time.perf_counter() - began
         if bucket.is_last():
             self._end_step(bucket.index())
-        future = self._all_reduce(buffer, op, call)
+        if self.sum_density is not None and not buffer.is_sparse and dist.get_world_size(self._group) > 1:
+            future = self._exchange_sums(bucket, buffer, average)
+        else:
+            future = self._all_reduce(buffer, op, call)
         if bucket.is_last():
             self._end_pass()
         return future
@@ -351,6 +361,33 @@ class PrunedGradients(PruningHook):
         self._on_host.append((work, future, buffer, None))
         return future
 
+    def _exchange_sums(self, bucket: dist.GradBucket, buffer: torch.Tensor, average: bool) -> torch.futures.Future:
+        """Start the exchange of a bucket whose sums are pruned again.
+
+        On CUDA the sums of a bucket are pruned on a stream of their own, once the next bucket has started; on the host
+        at the end of the pass, as waiting for them would hold up the backward pass. All ranks do the same.
+        """
+        params, memory = bucket.parameters(), self._memory(buffer.device)
+        pieces = [
+            Piece.of(self._state_of(param, buffer.dtype, memory), grad.storage_offset() - buffer.storage_offset())
+            for param, grad in zip(params, bucket.gradients(), strict=True)
+            if param.numel()
+        ]
+        keeps, key = self.error_feedback and self.density < 1, tuple(map(id, params))
+        kept = self._sums.of_bucket(
+            key, pieces, buffer, self._group, self._params, self._layouts, keeps, self.step
+        )  # fmt: skip
+        with self._limited():
+            transfer = Transfer(kept, buffer, self._group, average, memory.read_scale(self.grad_scaler))
+            self._statistics.now.n_calls += transfer.n_calls - 1
+            self._sums.turning.append(transfer)
+            if not buffer.is_cuda:
+                self._on_host.append((transfer, transfer.future, buffer, None))
+                return transfer.future
+            with torch.cuda.stream(self._stream(buffer.device, "sums")):
+                self._sums.turn(self._sum_rule(), 0 if bucket.is_last() else 1)
+        return transfer.future
+
     def _end_pass(self) -> None:
         """After the last bucket: have the futures of buckets on the host completed before DDP waits for them.
 
@@ -369,6 +406,7 @@ class PrunedGradients(PruningHook):
         A callback of the backend's futures would run on the backend's thread, need Python there, and wrap errors in a
         RuntimeError. This way backward() raises errors as the backend raised them.
         """
+        self._sums.turn(self._sum_rule(), 0)
         for work, future, buffer, host in self._on_host:
             if future is not None:
                 if work is not None:

@@ -108,6 +108,7 @@ class PrunedShards(PruningHook):
     def __init__(self, density: float | None = None, **settings: Any):
         super().__init__(density, **settings)
         require(_WHO, "hosts", self.hosts, self.hosts != "on", "'auto' or 'off': FSDP2 averages over the shards first")
+        require(_WHO, "sum_density", self.sum_density, self.sum_density is None, "None with FSDP2: SparseSync has it")
         self._shard: tuple[int, int] | None = None  # number of this rank's shard, of how many; None before prune()
         self._units: list[Unit] = []
         self._norms: torch.Tensor | None = None  # of a loaded state

@@ -18,11 +18,13 @@ from spccl import backend, prune
 
 from . import checks, hook_state, recipes
 from . import hosts as hosts_
-from .checks import ABOVE_0, COUNT, FRACTION, SHARE, is_whole
+from .checks import ABOVE_0, COUNT, FRACTION, SHARE, is_share, is_whole
 from .density import falling
 from .hook_stats import Statistics
+from .hook_sums import HookSums, to_residual
 from .ranks import averages
 from .stats import HasStats
+from .sums import density_sums
 
 _RULES: dict[str, checks.Rule] = {
     "sample": SHARE,
@@ -36,6 +38,7 @@ _RULES: dict[str, checks.Rule] = {
     "seed": (lambda x: is_whole(x, -(2**63), 2**64 - 1), "a whole number of 64 bits"),
     "max_ctas": (lambda x: x is None or is_whole(x, 1), "a whole number from 1, or None"),
     "hosts": hosts_.MODE,
+    "sum_density": (lambda x: x is None or is_share(x), "in (0, 1], or None"),
     "residual_dtype": (lambda x: x in (torch.float32, torch.bfloat16), "torch.float32 or torch.bfloat16"),
 }
 
@@ -67,6 +70,7 @@ class PruningHook(HasStats):
         max_ctas: int | None = None,
         residual_dtype: torch.dtype = torch.float32,
         hosts: str = "auto",
+        sum_density: float | None = None,
         **unknown: Any,
     ):
         self._who = type(self).__name__
@@ -80,6 +84,8 @@ class PruningHook(HasStats):
         checks.check(self._by, locals(), _RULES)
         keeps = momentum == 0 or error_feedback
         checks.require(self._by, "momentum", momentum, keeps, "0 when error_feedback is False")
+        between = sum_density is None or hosts != "on"
+        checks.require(self._by, "sum_density", sum_density, between, "None with hosts='on', where parts are exchanged")
         self.density = density
         self.sample = sample
         self.error_feedback = error_feedback
@@ -95,6 +101,7 @@ class PruningHook(HasStats):
         self.max_ctas = max_ctas
         self.residual_dtype = residual_dtype
         self.hosts = hosts
+        self.sum_density = sum_density
         self.step = 0  # number of backward passes that called this hook and have ended
         self._group: dist.ProcessGroup | None = None  # of the average
         self._hosts: hosts_.Hosts | None = None  # None: all ranks of the group prune with each other
@@ -110,6 +117,7 @@ class PruningHook(HasStats):
         self._skip_unused = False
         self._averages: dict[torch.device, bool] = {}
         self._limit: contextlib.AbstractContextManager[None] | None = None
+        self._sums = HookSums()
         self._statistics = Statistics()
 
     def _join(self, group: dist.ProcessGroup) -> None:
@@ -154,9 +162,14 @@ class PruningHook(HasStats):
             param = prune.ParamState(name, numel, pruned, memory.states[list(self._layouts).index(name)])
             param.state[prune.STEP] = self.step
             if name in self._loaded:
-                hook_state.fill_state(param, self._loaded.pop(name), self._layouts[name], self.error_feedback)
+                entry = self._loaded.pop(name)
+                hook_state.fill_state(param, entry, self._layouts[name], self.error_feedback)
+                if "kept" in entry:
+                    self._sums.loaded[name] = entry["kept"]
             keeps = pruned and self.error_feedback and self.density < 1
             param.prepare(dtype, keeps, self.momentum > 0, self.residual_dtype)
+            if self.sum_density is None and name in self._sums.loaded:
+                to_residual(param, self._sums.loaded.pop(name), self._layouts[name], dist.get_world_size(self._group))
             self._params[name] = param
         return param
 
@@ -213,7 +226,7 @@ class PruningHook(HasStats):
         that measures the norm of the residuals: it does so before the all-reduce is done. Not with
         TORCH_DISTRIBUTED_DEBUG=DETAIL, where torch checks each all_reduce.
         """
-        if self.norm_every and (self.step + 1) % self.norm_every == 0:
+        if self.sum_density is not None or (self.norm_every and (self.step + 1) % self.norm_every == 0):
             return False
         if not (grad.is_cuda and grad.dtype == torch.float32 and average) or dist.get_world_size(self._group) == 1:
             return False
@@ -223,6 +236,13 @@ class PruningHook(HasStats):
         ):
             return False
         return dist.get_debug_level() != dist.DebugLevel.DETAIL
+
+    def _sum_rule(self) -> prune.Rule:
+        """By which an owner prunes sums."""
+        return prune.Rule(
+            self.sum_density or 1.0, self.sample, self.leak, momentum=0.0, dense_steps=self.dense_steps,
+            warmup_steps=self.warmup_steps, seed=self.seed & 0xFFFFFFFF, skip_zeros=self._skip_unused,
+        )  # fmt: skip
 
     def _pruned_all_reduce(self, grad: torch.Tensor, call: tuple[int, int, object]) -> dist.Work:
         """Prune `grad` and average it; `call` is what `_prune_flat` returned."""
@@ -255,7 +275,8 @@ class PruningHook(HasStats):
         params = list(self._params.values())
         density = self.density_at(self.step)
         told = self._hosts or hosts_.alone(None, 0, 1 if self._group is None else self._group.size(), "")
-        figures = self._statistics.report(self.step, density, self._across, self._devices, params, self._last_sent())
+        sums, sent = density_sums(self._sums.kept.values()), self._last_sent()
+        figures = self._statistics.report(self.step, density, self._across, self._devices, params, sent, sums)
         return {**figures, "recipe": self.recipe, "pruning_ranks": told.n_pruning,
                 "hosts": told.why or "off: FSDP2 averages over shards"}  # fmt: skip
 
@@ -272,14 +293,16 @@ class PruningHook(HasStats):
 
         Returns {"version", "world_size", "step", "seed", "parameters"}; parameters maps the model's
         parameter names to {"residual", "velocity": contiguous tensors of the parameter's shape or None, in
-        units of the unscaled gradient; "threshold": float or None}. Tensors are copies.
+        units of the unscaled gradient; "threshold": float or None; with sum_density "kept": what this rank keeps of
+        sums, of the elements that it owns}. Tensors are copies.
         """
         parameters = {name: dict(entry) for name, entry in self._loaded.items()}
         step = self.step
         step = hook_state.pack(self._params.values(), self._layouts, parameters, step)
+        self._sums.save(parameters, self._layouts)
         world_size = self._loaded_ranks if self._group is None else dist.get_world_size(self._group)
         return {
-            "version": self._loaded_version if self._group is None else hook_state.VERSION,
+            "version": hook_state.version_of(parameters, self._loaded_version if self._group is None else None),
             "world_size": world_size,
             "step": step,
             "seed": self.seed,
@@ -309,6 +332,7 @@ class PruningHook(HasStats):
         self._plans.clear()
         self._params.clear()
         self._devices.clear()
+        self._sums = HookSums()
         self._statistics.forget_totals()
 
     def _check_hosts(self, state: dict[str, Any]) -> None:
@@ -343,8 +367,8 @@ class PruningHook(HasStats):
         """States for `world_size` ranks from those of any other number of ranks, in rank order, or of other hosts.
 
         New rank r gets the sum over old ranks r, r + world_size, ... times world_size / len(states). So the sum
-        of residuals / ranks, which the averages have not had yet, stays the same. Thresholds start anew. Where hosts
-        prune, hosts count in the place of ranks.
+        of residuals / ranks, which the averages have not had yet, stays the same. What was kept of sums becomes
+        residual of every new rank. Thresholds start anew. Where hosts prune, hosts count in the place of ranks.
 
         Args: ranks: the new ranks whose states are made; None: all. per_host: ranks of each new host where hosts will
             prune, numbered host by host; 1: all ranks prune.

@@ -10,9 +10,15 @@ import torch.distributed as dist
 from spccl import prune
 
 from . import hosts
+from .sums import shaped_kept
 
 OF_HOSTS = ("hosts", "layouts")  # entries of a state where hosts prune
-VERSION = 2  # of a checkpoint; 1 had flat tensors in the order of the memory, without shapes
+VERSION, WITH_SUMS = 2, 3  # of a checkpoint; 1 had flat tensors in the order of the memory, without shapes
+
+
+def version_of(parameters: dict[str, dict[str, Any]], loaded: int | None) -> int:
+    """Of a checkpoint. Args: loaded: the version of a state that was loaded and not used yet."""
+    return loaded or (WITH_SUMS if any("kept" in entry for entry in parameters.values()) else VERSION)
 
 
 def plain_name(name: str) -> str:
@@ -190,7 +196,7 @@ def unpack(who: str, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
             f"{who}.load_state_dict: the state has no {', '.join(sorted(missing))}; wanted what {who}.state_dict() "
             "returned"
         )
-    if state["version"] not in (1, VERSION):
+    if state["version"] not in (1, VERSION, WITH_SUMS):
         raise ValueError(f"{who}.load_state_dict: version {state['version']!r}, wanted {VERSION} or 1")
     for name, entry in state["parameters"].items():
         missing = {"residual", "velocity"}.difference(entry)
@@ -249,7 +255,12 @@ def reshard(
                     wide = torch.promote_types(parts[0].dtype, torch.float32)
                     total = sum((p.to(wide) for p in parts[1:]), parts[0].to(wide))
                     parameters[name][key] = (total * factor).to(parts[0].dtype)
+            for saved in (s["parameters"][name].get("kept") for s in states):
+                residual = parameters[name]["residual"]
+                if saved is not None and residual is not None:
+                    residual.add_(shaped_kept(saved, residual.shape).to(residual.device, residual.dtype))
         new = {**states[0], "world_size": world_size, "parameters": parameters}
+        new["version"] = min(VERSION, states[0]["version"])
         resharded.append(new if per_host == 1 else _cut(new, *divmod(rank, per_host), per_host))
     return resharded
 

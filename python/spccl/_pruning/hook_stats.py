@@ -78,10 +78,14 @@ class Statistics:
         devices: Mapping[torch.device, OnDevice],
         params: Sequence[prune.ParamState],
         sent: dict[str, int],
+        sums: float | None,
     ) -> dict[str, Any]:
         """What `HasStats.stats` describes. Waits for the device.
 
-        Args: density: wanted in the next step. sent: entries sent in the last complete step, by parameter name.
+        Args:
+            density: wanted in the next step.
+            sent: entries sent in the last complete step, by parameter name.
+            sums: share of its shards that this rank sent as an owner; None without sum_density.
         """
         last, totals = self._last or Tally(density), self._totals
         counts = [memory.read_counts() for memory in devices.values()]
@@ -96,6 +100,7 @@ class Statistics:
             density_sent=sum(sent.values()) / max(1, last.elems),
             density_pruned=sum(sent[param.name] for param in pruned) / pruned_elems if pruned_elems else None,
             density_mean=sum(n for _, n, _ in counts) / max(1, totals["elems"]),
+            density_sums=sums,
             dense_bytes=last.dense_bytes,
             sent_bytes=sum(sent[param.name] * param.elem_bytes for param in params),
             wire_bytes=self._wire.read(group, devices, self._n_calls) if self._wire is not None else None,

@@ -35,6 +35,10 @@ class Piece(NamedTuple):
     numel: int
     pruned: bool
 
+    @classmethod
+    def of(cls, state: prune.ParamState, begin: int) -> Piece:
+        return cls(state.name, begin, state.numel, state.pruned)
+
 
 class Part(NamedTuple):
     """What this rank keeps of one parameter: elements [first, first + numel) of it, in the order of its memory."""
