@@ -1,4 +1,5 @@
-/* captured_log.h - what this process writes to stderr between begin_log and end_log. */
+/* captured_log.h - what this process writes to stderr between begin_log and end_log. begin_log changes the environment:
+ * no other thread may read it meanwhile. */
 #ifndef SP_TEST_CAPTURED_LOG_H
 #define SP_TEST_CAPTURED_LOG_H
 
