@@ -3,6 +3,7 @@
 #include "captured_log.h"
 #include "endpoints.h"
 #include "transport/net/plugin/plugin.h"
+#include "transport/net/tcp/tcp.h"
 
 #define N_MESSAGES 60
 
@@ -371,14 +372,19 @@ static void test_card_in_use(void)
 
 /* ---- messages and notes over one endpoint of tcp ---- */
 
-/* Rank 2 cannot use its plugin: its control links carry its messages, while those of ranks 0 and 1 carry notes. Each rank
- * sees the ends of the ranks above it. */
+/* Rank 2 cannot use its plugin: its control links carry its messages, while those of ranks 0 and 1 carry notes, and take no
+ * share of what tcp may have in flight. Each rank sees the ends of the ranks above it. */
 static void play_mixed(struct member *m)
 {
+    int n_by_tcp = m->rank == 2 ? 2 : 1;
+    CHECK_OK(sp_host_identity(m->rank == 0 ? "a" : m->rank == 1 ? "b" : "c", m->config.host));
+    m->config.n_sockets = 1;
     if (m->rank == 2)
         setenv("TEST_NET_FAIL", "init", 1);
     if (!join_group(m))
         return;
+    CHECK(sp_tcp_self(m->links.tcp)->window.n_sockets == (uint32_t)(n_by_tcp * m->config.n_queues),
+          "rank %d: %u sockets share the window", m->rank, sp_tcp_self(m->links.tcp)->window.n_sockets);
     for (uint64_t i = 0; i < N_MESSAGES; i++) {
         for (int peer = 0; peer < m->n; peer++)
             if (peer != m->rank)
@@ -410,9 +416,11 @@ static void test_mixed(void)
     static const struct environment processes = {"ncclnet", true};
     struct member m;
     setenv("SPCCL_NET_PLUGIN", NET_PLUGIN_FOLDER "/libnccl-net-test_all.so", 1);
+    setenv("SPCCL_TCP_ADDR", "127.0.0.1", 1); /* hosts that differ by name alone may have no other */
     m = make_group(&processes, 3, play_mixed);
     m.tcp_too = true;
     run_group(&processes, &m);
+    unsetenv("SPCCL_TCP_ADDR");
 }
 
 /* ---- the wall clock is set while a thread ends ---- */

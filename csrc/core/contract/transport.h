@@ -146,8 +146,9 @@ typedef struct sp_transport {
     /* After connect_step has returned OK, for an added peer: true if this transport does not carry the pair. Both ends get
      * the same answer. NULL: it fails for all pairs or none. */
     bool (*failed)(sp_endpoint *ep, int peer, sp_pair_failure *out);
-    /* tcp: the link to the peer was a control link until now. It carries messages instead, which alone `flushed` counts. */
-    void (*begin_messages)(sp_endpoint *ep, int peer);
+    /* tcp: the link to the added peer is a control link, which takes no share of what may be in flight. Or, after
+     * connect_step has returned OK: it carries messages instead, which alone `flushed` counts. */
+    void (*set_control)(sp_endpoint *ep, int peer, bool is_control);
     /* Continue connecting. Returns SPCCL_AGAIN until every added peer is connected in both directions.
      * A connection that does not prove the job secret (wrong secret, noise, silence) is closed and logged;
      * the others go on. Errors: TIMEOUT (the deadline passed; names the missing ranks), AUTH (a peer refused

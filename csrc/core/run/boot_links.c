@@ -253,7 +253,7 @@ static spccl_status take_control_links(sp_links *links, const sp_transport *t)
             continue;
         link->transport = tcp;
         link->ep = links->tcp;
-        tcp->begin_messages(link->ep, peer);
+        tcp->set_control(link->ep, peer, false);
         snprintf(link->text, sizeof link->text, "%s%s%s%s", f.what != NULL ? "tcp, as " : "",
                  f.what != NULL ? f.what : "", f.what != NULL ? " failed: " : "", f.why);
     }

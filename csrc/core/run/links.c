@@ -44,9 +44,11 @@ spccl_status sp_links_add_peer(sp_links *links, int peer, int i, const sp_publis
     sp_link *link = &links->peers[peer];
     link->transport = links->transports[i];
     link->ep = links->endpoints[i];
-    if (sp_has_control(link->transport, link->ep))
-        SP_TRY(
-            sp_transport_find("tcp")->add_peer(links->tcp, peer, control->address, control->address_bytes));
+    if (sp_has_control(link->transport, link->ep)) {
+        const sp_transport *tcp = sp_transport_find("tcp");
+        SP_TRY(tcp->add_peer(links->tcp, peer, control->address, control->address_bytes));
+        tcp->set_control(links->tcp, peer, true);
+    }
     return link->transport->add_peer(link->ep, peer, its->address, its->address_bytes);
 }
 

@@ -139,10 +139,13 @@ static bool tcp_flushed(sp_endpoint *opaque, int peer, int queue, uint64_t n)
     return true;
 }
 
-static void tcp_begin_messages(sp_endpoint *opaque, int peer)
+static void tcp_set_control(sp_endpoint *opaque, int peer, bool is_control)
 {
-    struct sp_tcp_queue *notes = &sp_tcp_self(opaque)->peers[peer].queues[0];
-    notes->n_notes = notes->n_sent;
+    struct sp_tcp_peer *p = &sp_tcp_self(opaque)->peers[peer];
+    p->is_control = is_control;
+    p->queues[0].n_notes = p->queues[0].n_sent;
+    if (!is_control)
+        sp_tcp_limit_window(sp_tcp_self(opaque));
 }
 
 /* ---- progress ---- */
@@ -433,7 +436,7 @@ const sp_transport sp_transport_tcp = {
     .describe = sp_tcp_describe,
     .local_ip = sp_tcp_local_ip,
     .add_peer = sp_tcp_add_peer,
-    .begin_messages = tcp_begin_messages,
+    .set_control = tcp_set_control,
     .connect_step = sp_tcp_connect_step,
     .message_max = tcp_message_max,
     .reserve = tcp_reserve,

@@ -43,7 +43,7 @@ struct sp_tcp_connecting {
 
 struct sp_tcp_queue {
     uint64_t n_sent, n_received; /* messages; n % n_sockets is the next one's socket */
-    uint64_t n_notes;            /* sent before the link carried messages (begin_messages) */
+    uint64_t n_notes;            /* sent before the link carried messages (set_control) */
     size_t reserved;             /* payload bytes; 0: nothing is reserved */
     bool blocked;                /* the last reserve found no space */
 };
@@ -61,6 +61,7 @@ struct sp_tcp_peer {
     uint8_t abort_bytes[SP_TCP_ABORT_BYTES];
     uint8_t host[SP_HOST_ID_BYTES];
     bool same_host;
+    bool is_control; /* it carries notes, not messages */
     bool use_loopback;
     /* while connecting */
     bool refused; /* at some IP the secret or the version was another */

@@ -6,13 +6,13 @@
 #define HOLD_NS_MIN INT64_C(10000000)
 #define HOLD_NS_MAX INT64_C(1000000000)
 
-/* Call fn for every socket to another host. */
+/* Call fn for every socket to another host that carries messages. */
 static void for_remote_sockets(struct sp_tcp *ep,
                                void (*fn)(struct sp_tcp *ep, struct sp_tcp_socket *s, void *arg), void *arg)
 {
     for (int i = 0; i < ep->config.world_size; i++) {
         struct sp_tcp_peer *p = &ep->peers[i];
-        if (p->state == SP_TCP_UP && !p->same_host)
+        if (p->state == SP_TCP_UP && !p->same_host && !p->is_control)
             for (uint32_t k = 0; k < sp_tcp_n_sockets(ep, p); k++)
                 fn(ep, &p->sockets[k], arg);
     }
@@ -88,8 +88,7 @@ void sp_tcp_limit_window(struct sp_tcp *ep)
     for_remote_sockets(ep, count_socket, &n);
     sp_tcp_window_init(&ep->window, n,
                        ranks_per_host(ep) * (ep->config.n_sharing != 0 ? ep->config.n_sharing : 1));
-    if (n == 0)
-        ep->drain.next_ns = INT64_MAX;
+    ep->drain = (sp_tcp_drain){.next_ns = n == 0 ? INT64_MAX : 0};
     apply_window(ep);
 }
 

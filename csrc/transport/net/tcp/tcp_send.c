@@ -63,7 +63,7 @@ static void flush(struct sp_tcp *ep, int peer, int queue, struct sp_tcp_socket *
     ep->changed = ep->changed || s->n_left != n_left_before; /* `flushed` may have become true */
     if (s->cut)
         sp_tcp_note_end(ep, peer);
-    else if (!p->same_host) {
+    else if (!p->same_host && !p->is_control) {
         ep->window.n_bytes += used_before - s->out.used;
         s->in_flight = true;
     }
