@@ -1,4 +1,4 @@
-/* ib_wire.h - what two ranks tell each other over transport ib: an address in the store, a connect info over the tcp link,
+/* ib_wire.h - what two ranks tell each other over transport ib: an address in the store, a connect info over the control link,
  * and the 32 bits that come with each write. The last note, FIN, is in segments.h.
  * Nothing here is trusted: each reader checks sizes and numbers. */
 #ifndef SP_IB_WIRE_H
@@ -44,7 +44,7 @@ void sp_ib_pair(const sp_ib_address *low, const sp_ib_address *high, sp_ib_pairi
  * two ranks does not matter. */
 uint32_t sp_ib_rails_mbps(const sp_ib_address *a, uint32_t a_mbps, const sp_ib_address *b, uint32_t b_mbps);
 
-/* First message over the tcp link: the ends of the connections, and where the receive rings are.
+/* First note over the control link: the ends of the connections, and where the receive rings are.
  *   0 "spIS"   4 u16 n_qps   6 u16 n_queues   8 u32 segment bytes   12 u32 usable queue pairs, a bit each
  *   16 { u16 ethernet, u16 lid, u32 MTU, u32 queue pair, u32 packet, gid[16] }[SP_IB_QPS_MAX]
  *   528 { u64 address, u32 rkey[SP_IB_QPS_MAX] }[SP_QUEUES_MAX]   816 why[SP_NET_TEXT_CAP] */

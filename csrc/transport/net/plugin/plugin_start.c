@@ -1,11 +1,11 @@
 /* plugin_start.c - start-up of transport ncclnet, on the caller's thread. See plugin.h.
  *
- * Two ranks first connect over tcp. Meanwhile each loads its plugin, and listens once per peer and queue. Then each
- * sends the other
+ * The control links connect first. Meanwhile each rank loads its plugin, and listens once per peer and queue. Then it
+ * sends each peer
  *   a connect info    the plugin's name and the handles of its listeners, or why it has none;
  *   a result   whether all queues between the two are connected. A rank sends it to all peers at once, when no
  *               connection of its own is still under way: so no pair relies on a thread that hangs.
- * The plugin carries the pair if both results say so. Otherwise both ends use the tcp link. */
+ * The plugin carries the pair if both results say so. Otherwise the owner of the links decides what does. */
 #include "core/base/clock.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
