@@ -112,7 +112,7 @@ static spccl_status sum_on_host(const sp_gpu_signs_args *a)
         sp_signs_sum_args one = {.kept = a->values + i * SPCCL_SIGNS_CHUNK,
                                  .n = a->lengths != NULL ? a->lengths[i] : SPCCL_SIGNS_CHUNK,
                                  .n_parts = a->n_parts,
-                                 .parts = a->parts + i * SPCCL_SIGNS_ROW_BYTES,
+                                 .parts = a->n_parts > 0 ? a->parts + i * SPCCL_SIGNS_ROW_BYTES : NULL,
                                  .part_bytes = a->n_chunks * SPCCL_SIGNS_ROW_BYTES,
                                  .share = a->share,
                                  .row = a->rows + i * SPCCL_SIGNS_ROW_BYTES};
