@@ -67,8 +67,8 @@ class _States:
         save_state(self.part, self._folder(output_dir), self.accelerator.process_index, self.accelerator.num_processes)
         if not is_sparse_sync(self.part):
             return
-        if self.accelerator.is_main_process or self.accelerator.project_configuration.save_on_each_node:
-            weights[:] = [with_global_weights(self.part, state) for state in weights]
+        writes = self.accelerator.is_main_process or self.accelerator.project_configuration.save_on_each_node
+        weights[:] = [with_global_weights(self.part, state, writes) for state in weights]
 
     def find(self, models: list[Any], input_dir: str) -> None:
         if is_sparse_sync(self.part):

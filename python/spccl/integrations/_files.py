@@ -80,7 +80,8 @@ def load_state(part: PrunedGradients | SparseSync, folder: Path, rank: int, worl
     if mine.is_file():
         state = torch.load(mine, weights_only=True, map_location="cpu")
         numbers = state.get("sparse_sync", state).get("hosts") or {"per_host": 1}
-        if per_host in (None, numbers["per_host"]) or state.get("sparse_sync", {}).get("consolidated"):
+        serves_all = numbers["per_host"] == 1 and state.get("sparse_sync", {}).get("consolidated")
+        if per_host in (None, numbers["per_host"]) or serves_all:
             _load(part, folder, state)
             return
     files = _files_in(folder)
@@ -134,13 +135,18 @@ def figures(part: PrunedGradients | SparseSync, prefix: str = "spccl") -> dict[s
     }
 
 
-def with_global_weights(sync: SparseSync, state_dict: dict[str, Any]) -> dict[str, Any]:
+def with_global_weights(sync: SparseSync, state_dict: dict[str, Any], is_writer: bool = True) -> dict[str, Any]:
     """A model's state dict with copies of the global weights in place of the parameters that `sync` trains.
 
-    Tied weights share memory in the result too.
+    Tied weights share memory in the result too. Every rank calls it, because a host's ranks have parts of the global
+    weights where hosts prune.
+
+    Args: is_writer: whether this rank needs the result; else it may be `state_dict` itself.
     """
     from spccl.optim.bucket import own_pointer
 
+    if not is_writer and sync.host is None:
+        return state_dict
     trained = {w.pointer for bucket in sync.buckets for w in bucket.weights}
     copies: dict[tuple[object, ...], Any] = {}
     result = type(state_dict)(state_dict)

@@ -196,9 +196,8 @@ class SparseSyncStrategy(_RankStates):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Of rank 0, which writes the checkpoint, the global weights."""
         state = super().lightning_module_state_dict()
-        if self.is_global_zero:
-            for opt in self.optimizers:
-                state = with_global_weights(opt, state)
+        for opt in self.optimizers:
+            state = with_global_weights(opt, state, self.is_global_zero)
         return state
 
     def on_validation_start(self) -> None:

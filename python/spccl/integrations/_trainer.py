@@ -106,9 +106,9 @@ class PrunedGradientsCallback(_RankStates):
         if args.world_size == 1:
             warnings.warn("PrunedGradientsCallback: one process has nothing to send: not installed", stacklevel=2)
             return
-        self._load(self.hook, args, state)
         model = self._trainer.model_wrapped
         if self._model() is model:  # a second train()
+            self._load(self.hook, args, state)
             return
         for text in conflicting_settings(self.hook, args.max_grad_norm, optimizer):
             warnings.warn(f"PrunedGradientsCallback: {text}", stacklevel=2)
@@ -116,6 +116,7 @@ class PrunedGradientsCallback(_RankStates):
             self.hook.grad_scaler = getattr(self._trainer.accelerator, "scaler", None)
         self.hook.register(model, allow_adam=True)  # what was warned of is not said again
         self._model = weakref.ref(model)
+        self._load(self.hook, args, state)  # fits it to the hosts, which are known now
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._model() is not None:
