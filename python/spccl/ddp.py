@@ -165,6 +165,8 @@ class PrunedGradients(PruningHook):
         group = model.process_group
         mode, device = self.hosts if self.sum_density is None else "off", next(model.parameters()).device
         self._hosts = hosts_.find("PrunedGradients", mode, group, device)
+        if mode != self.hosts and group.size() > 1:
+            self._hosts = self._hosts._replace(why="off: with sum_density all ranks prune")
         self._wholes = layouts(model)
         if self._loaded:
             self._check_hosts({**self._loaded_hosts, "world_size": self._loaded_ranks}, group)
@@ -311,7 +313,9 @@ class PrunedGradients(PruningHook):
         if bucket.is_last():
             self._end_step(bucket.index())
         work = None
-        if host.part.numel():
+        if not host.part.numel():
+            self._statistics.now.n_calls -= 1
+        else:
             op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
             with self._limited():
                 work = dist.all_reduce(host.part, op=op, group=self._across, async_op=not buffer.is_cuda)

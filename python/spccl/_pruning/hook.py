@@ -275,10 +275,11 @@ class PruningHook(HasStats):
         params = list(self._params.values())
         density = self.density_at(self.step)
         told = self._hosts or hosts_.alone(None, 0, 1 if self._group is None else self._group.size(), "")
+        missing = "not known yet" if self._group is None else "off: FSDP2 averages over shards"
         sums, sent = density_sums(self._sums.kept.values()), self._last_sent()
         figures = self._statistics.report(self.step, density, self._across, self._devices, params, sent, sums)
         return {**figures, "recipe": self.recipe, "pruning_ranks": told.n_pruning,
-                "hosts": told.why or "off: FSDP2 averages over shards"}  # fmt: skip
+                "hosts": told.why or missing}  # fmt: skip
 
     def _last_sent(self) -> dict[str, int]:
         """Entries sent in the last complete step, by parameter name. Waits for the device."""

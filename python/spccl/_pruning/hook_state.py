@@ -189,7 +189,7 @@ def pack(
 
 
 def unpack(who: str, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Entries of a checkpoint, by plain parameter name. ValueError for what is no checkpoint of this version or 1."""
+    """Entries of a checkpoint, by plain parameter name. ValueError for what is no checkpoint."""
     missing = {"version", "world_size", "step", "seed", "parameters"}.difference(state)
     if missing:
         raise ValueError(
@@ -197,7 +197,7 @@ def unpack(who: str, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "returned"
         )
     if state["version"] not in (1, VERSION, WITH_SUMS):
-        raise ValueError(f"{who}.load_state_dict: version {state['version']!r}, wanted {VERSION} or 1")
+        raise ValueError(f"{who}.load_state_dict: version {state['version']!r}, wanted 1, {VERSION} or {WITH_SUMS}")
     for name, entry in state["parameters"].items():
         missing = {"residual", "velocity"}.difference(entry)
         if missing:

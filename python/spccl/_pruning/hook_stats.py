@@ -38,7 +38,7 @@ class Statistics:
         self._last: Tally | None = None
         self._residual_norm: float | None = None
         self._wire: OwnBytes | None = None
-        self._n_calls = 0  # collectives of the hook
+        self._n_calls = 0  # collectives of the hook before `now`: its last buckets call some after end_step
         self.forget_totals()
 
     def forget_totals(self) -> None:
@@ -47,6 +47,7 @@ class Statistics:
 
     def begin_step(self, density: float, group: dist.ProcessGroup | None) -> None:
         """A backward pass has called the hook for the first time."""
+        self._n_calls += self.now.n_calls
         self.now = Tally(density)
         if group is None or group.size() == 1:
             return
@@ -58,7 +59,6 @@ class Statistics:
 
     def end_step(self) -> None:
         self._last = self.now
-        self._n_calls += self.now.n_calls
         totals = self._totals
         totals["steps"] += 1
         totals["elems"] += self.now.elems
@@ -88,6 +88,7 @@ class Statistics:
             sums: share of its shards that this rank sent as an owner; None without sum_density.
         """
         last, totals = self._last or Tally(density), self._totals
+        n_calls = self._n_calls + self.now.n_calls
         counts = [memory.read_counts() for memory in devices.values()]
         pruned = [param for param in params if param.pruned and last.density < 1]
         pruned_elems = sum(param.numel for param in pruned)
@@ -103,7 +104,7 @@ class Statistics:
             density_sums=sums,
             dense_bytes=last.dense_bytes,
             sent_bytes=sum(sent[param.name] * param.elem_bytes for param in params),
-            wire_bytes=self._wire.read(group, devices, self._n_calls) if self._wire is not None else None,
+            wire_bytes=None if self._wire is None else self._wire.read(group, devices, n_calls),
             update_norm=math.sqrt(sum(squares for squares, _, _ in counts)) or None,
             unsent_norm=self._residual_norm,
             select_ms=last.select_s * 1e3,

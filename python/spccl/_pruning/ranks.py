@@ -49,9 +49,7 @@ class Ranks:
     hosts: which of the ranks prune with each other (`spccl._pruning.hosts`). Exchanges are between those.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, mode: str = "off", device: torch.device | None = None
-    ):
+    def __init__(self, group: dist.ProcessGroup | None, mode: str = "off", device: torch.device | None = None):
         there = dist.is_available() and dist.is_initialized()
         self.group = dist.group.WORLD if group is None and there else group
         self.world_size = dist.get_world_size(self.group) if self.group is not None else 1

@@ -102,6 +102,6 @@ def check(who: str, sync: SparseSync, mine: dict[str, Any]) -> None:
     hosts.require_same_shape(who, theirs, mine["world_size"], ours, sync.ranks.world_size)
     if mine["memory"] != memory_of(sync):
         raise ValueError(
-            f"{who}: the state is of parameters with other memory formats or another chunk; use those of the run that "
-            "saved it, or save after consolidate()"
+            f"{who}: the state is of parameters with other memory formats, or cut for another chunk or bits; use "
+            "those of the run that saved it, or save after consolidate()"
         )

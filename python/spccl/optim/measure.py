@@ -104,7 +104,7 @@ class Tally:
         density = density_at(s._schedule, s.exchanges) if self.density is None else self.density
         rows = [row for b in s.buckets for row in torch.stack([w.state for w in b.weights]).tolist()]
         counted = zip((w for b in s.buckets for w in b.weights), rows, strict=True)
-        pruned = [(w.numel, row[prune.N_SENT]) for w, row in counted if w.pruned and density < 1]
+        pruned = [(w.numel, row[prune.N_SENT]) for w, row in counted if w.pruned and w.numel and density < 1]
         numel = max(1, sum(b.numel for b in s.buckets))  # 0: FSDP2 has given this rank empty shards alone
         update, unsent = self._norms or (None, None)
         sent = iter(row[prune.N_SENT] for row in rows)

@@ -16,7 +16,7 @@ import torch
 
 from spccl import _ext
 
-from .exchanges import Exchange
+from .exchanges import Buffers, Exchange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,7 +100,7 @@ class Signs(Exchange):
     def __init__(self, settings: Settings, ranks: Ranks, buckets: Sequence[Bucket]):
         super().__init__(settings, ranks, buckets)
         self.kept = {b: KeptSigns(b, ranks) for b in buckets if b.n_chunked}
-        self._buffers: dict[tuple[torch.device, str, int], torch.Tensor] = {}
+        self._buffers = Buffers()
 
     def begin(self, bucket: Bucket, buffer: torch.Tensor, density: float, slot: int | None) -> Any:
         n = self.kept[bucket].n_chunks * ROW_BYTES * self.ranks.n_pruning
@@ -136,10 +136,4 @@ class Signs(Exchange):
         return self.kept[bucket].n_chunks * ROW_BYTES * (self.ranks.n_pruning - 1)
 
     def _take(self, bucket: Bucket, use: str, slot: int | None, n_bytes: int) -> torch.Tensor:
-        """[n_bytes] with any values; with slot None it is new."""
-        if slot is None:
-            return torch.empty(n_bytes, dtype=torch.uint8, device=bucket.device)
-        kind = bucket.device, use, slot
-        if kind not in self._buffers or self._buffers[kind].numel() < n_bytes:
-            self._buffers[kind] = torch.empty(n_bytes, dtype=torch.uint8, device=bucket.device)
-        return self._buffers[kind][:n_bytes]
+        return self._buffers.take(bucket.device, torch.uint8, use, slot, n_bytes)

@@ -107,7 +107,7 @@ class Transfers:
 
     def n_calls(self) -> int:
         """Collectives of the last exchange."""
-        return sum(way.n_calls for way in self._ways)
+        return sum(way.n_calls for way, bucket in zip(self._ways, self.buckets, strict=True) if bucket.length)
 
     def delegated_bytes(self) -> int:
         """Bytes that this rank gave, in the last exchange, to collectives which spccl leaves to another backend."""
