@@ -82,7 +82,8 @@ def choose(
     if n_ranks == 1:
         return given | _completed(given, wanted, PLAIN), "one rank, which sends nothing"
     fitting = sorted((row for row in rows if _fits(row, given)), key=lambda row: row.ranks)
-    row = next((row for row in fitting if row.ranks >= n_ranks), fitting[-1] if fitting else None)
+    most = fitting[-1].ranks if fitting else 0
+    row = next((row for row in fitting if row.ranks >= min(n_ranks, most)), None)
     if row is None:
         text = "not measured with this optimizer and these settings"
         what = "bits=1" if given.get("bits") == 1 else f"density=None is {PLAIN['density']} here, which"
@@ -90,7 +91,7 @@ def choose(
         return given | _completed(given, wanted, PLAIN), text
     chosen = _completed(given, wanted, row.settings)
     shown = ", ".join(f"{name}={chosen[name]}" for name in row.settings if name in chosen)
-    text = f"{shown}; {row}"
+    text = f"{shown}; {row}" + ("; not measured with what else was given" if _differs(row, given | chosen) else "")
     if n_ranks > row.ranks:
         _warn(f"{who}: {n_ranks} ranks prune, and no recipe was measured with so many. The nearest is taken: {text}. "
               "Compare with dense training, or set density")  # fmt: skip
@@ -110,6 +111,13 @@ def _fits(row: Row, given: dict[str, Any]) -> bool:
         return given.get("bits") != 1
     prunes = given.get("chunk") or given.get("sum_density") is not None
     return given.get("bits") in (None, 1) and not isinstance(given.get("wire_dtype"), torch.dtype) and not prunes
+
+
+def _differs(row: Row, settings: dict[str, Any]) -> bool:
+    """Whether settings that change what is sent or kept are not those that were measured."""
+    plain = {"every": row.local_steps, "chunk": 0, "sum_density": None, "bits": None}
+    wanted = plain | dict(row.settings)
+    return any(settings.get(name, value) != value for name, value in wanted.items())
 
 
 def _completed(given: dict[str, Any], wanted: set[str], settings: Mapping[str, Any]) -> dict[str, Any]:
