@@ -35,6 +35,7 @@ import torch
 
 from spccl._pruning import hosts
 from spccl._pruning.hook_state import plain_name, require_one_shard
+from spccl._pruning.sums import shaped_kept
 
 from . import host_states
 from .bucket import local_part, own_memory
@@ -376,17 +377,11 @@ def reshard(
                     unsent += theirs["local"].to(common.device) - common
             unsent *= factor
             for part in parts:
-                _add_kept(unsent, part["parameters"][place].get("kept"))
+                kept = part["parameters"][place].get("kept")
+                if kept is not None:
+                    unsent += shaped_kept(kept, unsent.shape).to(unsent.device, unsent.dtype)
             parameters.append({**entry, "local": common + unsent, "kept": None})
         mine = {**parts[0], "world_size": world_size, "rank": rank, "consolidated": False, "parameters": parameters}
         mine = mine if per_host == 1 else host_states.cut(mine, world_size, rank, per_host)
         new.append({**states[number % len(states)], KEY: mine})
     return new
-
-
-def _add_kept(unsent: torch.Tensor, kept: dict[str, Any] | None) -> None:
-    """Add what an owner kept of a parameter's sums to a tensor of its shape."""
-    if kept is not None:
-        flat = torch.zeros(unsent.numel(), dtype=unsent.dtype, device=unsent.device)
-        flat[kept["first"] : kept["first"] + kept["values"].numel()] = kept["values"].to(flat.device)
-        unsent += flat.as_strided(unsent.shape, kept["stride"])
