@@ -94,7 +94,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             exactly the largest density * chunk of each `chunk` neighbouring entries are sent (SparseLoCo: 4096).
         bits: 1: nothing is pruned: of each value its sign is sent, and one magnitude for each 4096 (1-bit Adam). What
             that changed stays unsent, here and at the owner of a shard, who adds up what the ranks have sent. A rank
-            sends 31.8 times fewer bytes than a dense all-reduce of float32, whatever the number of ranks. Needs a
+            sends at most 31.8 times fewer bytes than a dense all-reduce of float32 (16 ranks: 31.5). Needs a
             backend with all-to-all; not for float64.
             2, with `chunk`: values travel as a sign and one of two levels per chunk, in an all-gather, on any backend.
             What rounding changed stays unsent. Bytes grow with the number of ranks (docs/TRAINING.md). On CUDA
