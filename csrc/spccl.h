@@ -92,9 +92,10 @@ typedef enum spccl_format {
     SPCCL_FORMAT_TILE = 1,
     SPCCL_FORMAT_PICI = 2,
     SPCCL_FORMAT_COO = 3,
-    SPCCL_FORMAT_DENSE = 4
+    SPCCL_FORMAT_DENSE = 4,
+    SPCCL_FORMAT_DELTA = 5 /* of frames of version 2 only: spccl_delta_encode; no choice for a slice */
 } spccl_format;
-#define SPCCL_N_FORMATS 5
+#define SPCCL_N_FORMATS 5      /* of slices: 0 to 4 */
 #define SPCCL_N_FORMATS_MAX 16 /* length of arrays by format; leaves space for later formats */
 
 /* What decoding does with each element of the destination. A frame lists some elements and their values;
@@ -169,11 +170,98 @@ typedef struct spccl_frame_info {
     uint64_t n_elems;
     uint64_t nnz; /* elements listed */
     uint64_t frame_bytes;
-    uint64_t index_off, meta_off, values_off;
+    uint64_t index_off, meta_off, values_off; /* of a delta of version 2: table, 0, 0 */
 } spccl_frame_info;
 
 /* Check the frame at the start of `encoded`, and describe it. Errors: ARG, FORMAT, VERSION.  Threads: any. */
 SPCCL_API spccl_status spccl_frame_inspect(const void *encoded, size_t encoded_bytes, spccl_frame_info *out);
+
+/* ---- deltas: what changed in weights, for receivers that have the old ones -------------------------- */
+/* A delta is a frame of version 2 (docs/FORMAT.md, section 11): which elements of an array differ from its base in any
+ * bit, and their new bits, or how far they are from the old ones. The functions take lists, one entry per array. All
+ * memory is host memory, borrowed until return; arrays have any alignment. A text names the entry: "sources[3]".
+ *
+ * Checksums. Of a tensor: the sum, mod 2^64, over its elements of a hash of key, place in the tensor and bits. The sum
+ * change of a delta is the checksum afterwards less the one before, so it follows from the changed elements alone. Both
+ * add up over parts of a tensor, and hence over ranks that have a part each. */
+typedef struct spccl_delta_source { /* one array, or a part of a tensor; never changes */
+    const void *x;                  /* [n_elems] of x_dtype: what the array is now */
+    const void *base;               /* [n_elems] of dtype: what receivers have */
+    uint64_t n_elems;               /* at most 2^40 */
+    uint64_t first;                 /* place of element 0 in its tensor, for the sum change */
+    spccl_dtype x_dtype; /* dtype; or FLOAT32 where that is BFLOAT16 or FLOAT16: x is rounded to nearest,
+                                       ties to even, before it is compared; a NaN keeps sign and upper bits */
+    spccl_dtype dtype;
+    uint64_t key; /* of the sum change; any number */
+} spccl_delta_source;
+typedef struct spccl_delta_frame { /* result, per source; never changes */
+    uint64_t offset, bytes;        /* where the frame lies in dst: a multiple of 8 */
+    uint64_t nnz;                  /* elements that changed */
+    uint64_t sum_change;
+} spccl_delta_frame;
+typedef struct spccl_delta_options {
+    size_t struct_bytes; /* sizeof(spccl_delta_options) */
+    uint64_t
+        raw; /* 1: all values as they are. 0: as differences to the base where that is smaller; such a frame
+                            must be applied once, to exactly that base */
+} spccl_delta_options;
+#define SPCCL_DELTA_OPTIONS_INIT                                                                             \
+    {                                                                                                        \
+        sizeof(spccl_delta_options), 0                                                                       \
+    }
+/* Bytes that always suffice for the frame of one source; 0 if n_elems or dtype is bad. */
+SPCCL_API size_t spccl_delta_bound(uint64_t n_elems, spccl_dtype dtype);
+/* Encode each source against its base, frames back to back. The bytes follow from the sources and `raw` alone. The base
+ * is not written: spccl_delta_apply of the frame advances it.
+ *   options    NULL = defaults
+ *   dst        dst_cap bytes, overlapping no source; the sum of all spccl_delta_bound() suffices
+ *   frames     [n_sources]
+ *   out_bytes  bytes written
+ * Errors: ARG, DTYPE, DST_SMALL, ALIAS, NOMEM, UNSUPPORTED (a frame above 16 GiB).  Threads: any. */
+SPCCL_API spccl_status spccl_delta_encode(const spccl_delta_source *sources, size_t n_sources,
+                                          const spccl_delta_options *options, void *dst, size_t dst_cap,
+                                          spccl_delta_frame *frames, size_t *out_bytes);
+
+/* Where a box of the tensor lies. Element i of the tensor is in row i / row_elems, column i % row_elems. Those in the box
+ * lie (row - row_first) * dst_row_elems + column - col_first elements behind dst. */
+typedef struct spccl_delta_place { /* never changes */
+    void *dst;
+    uint64_t row_elems;
+    uint64_t row_first, n_rows;
+    uint64_t col_first, n_cols; /* col_first + n_cols <= row_elems */
+    uint64_t dst_row_elems;     /* at least n_cols */
+} spccl_delta_place;
+typedef struct spccl_delta_target { /* one frame and where its elements lie; never changes */
+    const void *frame;              /* frame_bytes bytes, exactly one frame */
+    size_t frame_bytes;
+    uint64_t n_elems, first; /* as the frame was encoded */
+    const spccl_delta_place
+        *places; /* [n_places]; may overlap. Elements of the frame in no box are passed over */
+    size_t n_places;
+    uint64_t key;
+    spccl_dtype dtype;
+    uint32_t reserved; /* zero */
+} spccl_delta_target;
+/* Check all frames completely, any bytes are safe, and look at what lies at the places now. Writes no place. An element
+ * of several boxes counts once, and must have the same bits in all of them (else FRAME).
+ *   old            old_cap bytes: gets the old values, for spccl_delta_undo; NULL: they are not kept
+ *   sum_changes    [n_targets] of the elements in boxes; or NULL
+ *   out_old_bytes  bytes that `old` needs: per target its nnz elements, up to a multiple of 8; or NULL
+ * After a failure `old` and sum_changes hold any values.
+ * Errors: ARG, DTYPE, FORMAT, VERSION, FRAME (a frame of another dtype or length), DST_SMALL, NOMEM.  Threads: any. */
+SPCCL_API spccl_status spccl_delta_check(const spccl_delta_target *targets, size_t n_targets, void *old,
+                                         size_t old_cap, uint64_t *sum_changes, size_t *out_old_bytes);
+/* Write the new values to the places. It cannot fail on frames that spccl_delta_check accepted and nobody changed since.
+ * Headers and tables of all frames are checked before the first write, each slice of 65536 elements before it is written;
+ * so after a FORMAT part of the places may be new. Errors: as for spccl_delta_check.  Threads: any. */
+SPCCL_API spccl_status spccl_delta_apply(const spccl_delta_target *targets, size_t n_targets);
+/* Put back what spccl_delta_check stored in `old`, for the same targets, whether all, some or none had been applied.
+ * Errors: as for spccl_delta_check, and ARG: old_bytes is not what it said.  Threads: any. */
+SPCCL_API spccl_status spccl_delta_undo(const spccl_delta_target *targets, size_t n_targets, const void *old,
+                                        size_t old_bytes);
+/* Checksum of x [n_elems] of dtype, a tensor or its part from element `first` on. Errors: ARG, DTYPE.  Threads: any. */
+SPCCL_API spccl_status spccl_delta_checksum(const void *x, uint64_t n_elems, spccl_dtype dtype,
+                                            uint64_t first, uint64_t key, uint64_t *out);
 
 /* ---- communicators ------------------------------------------------------------------------------ */
 /* A child of fork cannot use its parent's handles: calls on them fail with SPCCL_ERR_STATE, but

@@ -15,6 +15,7 @@
                    #type " ends in padding")
 ENDS_WITH(spccl_encode_options, slice_elems);
 ENDS_WITH(spccl_frame_info, values_off);
+ENDS_WITH(spccl_delta_options, raw);
 ENDS_WITH(spccl_config, schedule);
 ENDS_WITH(spccl_store, get);
 ENDS_WITH(spccl_stats, buffer_bytes);
@@ -31,6 +32,7 @@ ENDS_WITH(spccl_channels_config, window);
  * gets a line of its own here with the new size. */
 _Static_assert(sizeof(spccl_encode_options) == 24, "0.2");
 _Static_assert(sizeof(spccl_frame_info) == 72, "0.2");
+_Static_assert(sizeof(spccl_delta_options) == 16, "0.2");
 _Static_assert(sizeof(spccl_config) == 72, "0.2");
 _Static_assert(sizeof(spccl_store) == 32, "0.2");
 _Static_assert(sizeof(spccl_stats) == 176, "0.2");
@@ -48,9 +50,12 @@ _Static_assert(SPCCL_CHANNEL_LAYOUT == 1 && sizeof(spccl_channel_state) == 64 &&
                    sizeof(spccl_memory_channel) == 96 && sizeof(spccl_port_channel) == 112 &&
                    sizeof(spccl_trigger) == 32 && offsetof(spccl_channel_base, report) == 72,
                "layout 1");
-/* Without struct_bytes: they lie in GPU memory or come as an array, and never change. */
+/* Without struct_bytes: they lie in GPU memory or come as arrays, and never change. */
 _Static_assert(sizeof(spccl_prune_state) == 48, "0.2");
 _Static_assert(sizeof(spccl_prune_segment) == 48 && sizeof(spccl_weights_segment) == 48, "0.2");
+_Static_assert(sizeof(spccl_delta_source) == 48 && sizeof(spccl_delta_frame) == 32 &&
+                   sizeof(spccl_delta_place) == 56 && sizeof(spccl_delta_target) == 64,
+               "0.2");
 
 #define NEWER(type)                                                                                          \
     struct {                                                                                                 \

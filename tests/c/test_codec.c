@@ -185,6 +185,7 @@ static int fits(spccl_format format, const uint8_t *x, const uint8_t *base, size
     case SPCCL_FORMAT_DENSE:
         return base == NULL || n == 0;
     case SPCCL_FORMAT_AUTO:
+    case SPCCL_FORMAT_DELTA:
     case SPCCL_FORMAT_PICI:
     case SPCCL_FORMAT_COO:
         break;

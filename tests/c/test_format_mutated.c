@@ -60,6 +60,7 @@ static int plain_ok(const sp_frame *f)
     case SPCCL_FORMAT_COO:
         return plain_coo_ok(f);
     case SPCCL_FORMAT_AUTO:
+    case SPCCL_FORMAT_DELTA:
     case SPCCL_FORMAT_EMPTY:
     case SPCCL_FORMAT_DENSE:
         break;

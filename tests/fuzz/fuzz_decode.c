@@ -13,7 +13,7 @@ struct walk {
     spccl_status st;
     spccl_dtype dtype; /* of the first frame */
     size_t n_frames, n_elems;
-    int has_delta, mixes_dtypes;
+    int has_delta, mixes_dtypes, has_version_2;
 };
 
 static struct walk walk(const uint8_t *p, size_t bytes)
@@ -25,12 +25,15 @@ static struct walk walk(const uint8_t *p, size_t bytes)
         w.st = spccl_frame_inspect(p + at, bytes - at, &info);
         if (w.st != SPCCL_OK)
             return w;
-        EXPECT(info.frame_bytes >= 64 && info.frame_bytes <= bytes - at && info.frame_bytes % 16 == 0);
+        EXPECT(info.frame_bytes <= bytes - at);
+        EXPECT(info.version == 2 ? info.frame_bytes >= 32 && info.frame_bytes % 8 == 0
+                                 : info.frame_bytes >= 64 && info.frame_bytes % 16 == 0);
         EXPECT(info.index_off < info.frame_bytes + 1 && info.meta_off < info.frame_bytes + 1);
         EXPECT(info.values_off < info.frame_bytes + 1 && info.nnz <= info.n_elems);
         if (w.n_frames++ == 0)
             w.dtype = info.dtype;
         w.mixes_dtypes |= info.dtype != w.dtype;
+        w.has_version_2 |= info.version == 2;
         w.has_delta |= (int)info.is_delta;
         w.n_elems += info.n_elems;
         at += info.frame_bytes;
@@ -62,7 +65,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
     for (int v = SPCCL_SET; v <= SPCCL_OVERWRITE; v++) {
         spccl_verb verb = (spccl_verb)v;
         spccl_status st = decode(data, bytes, verb, w.n_elems, w.dtype);
-        int is_good = w.st == SPCCL_OK && w.n_frames != 0 && !w.mixes_dtypes &&
+        int is_good = w.st == SPCCL_OK && w.n_frames != 0 && !w.mixes_dtypes && !w.has_version_2 &&
                       !(verb == SPCCL_SET && w.has_delta) && !(verb == SPCCL_ADD && w.dtype == SPCCL_FLOAT8);
         EXPECT((st == SPCCL_OK) == is_good);
         EXPECT(decode(data, bytes, verb, w.n_elems + 1, w.dtype) != SPCCL_OK);

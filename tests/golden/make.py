@@ -116,7 +116,7 @@ def bad() -> dict[str, bytes]:
         "r02_magic": put(tile, 0, "B", ord("s")),
         "r02_zeros_after_the_last_frame": tile + bytes(64),
         "r03_version_0": put(tile, 4, "B", 0),
-        "r03_version_2": put(tile, 4, "B", 2),
+        "r03_version_3": put(tile, 4, "B", 3),
         "r04_format_5": put(tile, 5, "B", 5),
         "r05_dtype_0": put(tile, 6, "B", 0),
         "r05_dtype_11": put(tile, 6, "B", 11),

@@ -3,6 +3,7 @@
 #include "core/base/abi.h"
 #include "core/base/dtype.h"
 #include "core/format/codec.h"
+#include "core/format/delta.h"
 #include "core/format/tune_format.h"
 
 #include <math.h>
@@ -46,6 +47,8 @@ const char *spccl_format_name(spccl_format format)
         return "coo";
     case SPCCL_FORMAT_DENSE:
         return "dense";
+    case SPCCL_FORMAT_DELTA:
+        return "delta";
     }
     return "?";
 }
@@ -306,6 +309,32 @@ bad_frame:
 
 /* ---- inspect ---- */
 
+/* Check a frame of version 2 whole, and describe it. */
+static spccl_status inspect_delta(const void *bytes, size_t n_bytes, spccl_frame_info *out)
+{
+    sp_delta_changes *changes;
+    spccl_status st = SPCCL_OK;
+    sp_delta_frame f;
+
+    SP_TRY(sp_delta_read_header(bytes, n_bytes, &f));
+    changes = sp_alloc64(sizeof *changes);
+    if (changes == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "inspect: %zu bytes of scratch", sizeof *changes);
+    for (uint64_t s = 0; s < f.n_slices; s++)
+        SP_TRY_TO(done, st, sp_delta_read_slice(&f, s, changes));
+    *out = (spccl_frame_info){.version = SP_DELTA_VERSION,
+                              .format = SPCCL_FORMAT_DELTA,
+                              .dtype = f.dtype,
+                              .is_delta = 1,
+                              .n_elems = f.n_elems,
+                              .nnz = f.nnz,
+                              .frame_bytes = f.frame_bytes,
+                              .index_off = SP_DELTA_HEADER_BYTES};
+done:
+    sp_free(changes);
+    return st;
+}
+
 spccl_status spccl_frame_inspect(const void *encoded, size_t encoded_bytes, spccl_frame_info *out)
 {
     sp_frame f;
@@ -314,6 +343,10 @@ spccl_status spccl_frame_inspect(const void *encoded, size_t encoded_bytes, spcc
 
     if (encoded == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "inspect: encoded is NULL");
+    if (sp_delta_is_frame(encoded, encoded_bytes)) {
+        SP_TRY(inspect_delta(encoded, encoded_bytes, &info));
+        return sp_result_copy("spccl_frame_info", &info, sizeof info, out);
+    }
     SP_TRY(sp_frame_validate(encoded, encoded_bytes, &f));
     sp_frame_layout_of(f.format, f.n_elems, f.nnz, sp_dtype_bytes(f.dtype), &layout);
     info = (spccl_frame_info){.version = SP_FRAME_VERSION,

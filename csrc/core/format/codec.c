@@ -86,6 +86,7 @@ bool sp_codec_allows(const sp_slice_stats *stats, spccl_format format, bool is_d
     case SPCCL_FORMAT_DENSE:
         return stats->n_elems != 0 && !is_delta;
     case SPCCL_FORMAT_AUTO:
+    case SPCCL_FORMAT_DELTA:
         break;
     }
     return false;

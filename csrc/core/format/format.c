@@ -125,9 +125,12 @@ void sp_frame_write_header(void *dst, spccl_format format, spccl_dtype dtype, bo
 
 #define REFUSE(...) SP_FAIL(SPCCL_ERR_FORMAT, "frame: " __VA_ARGS__)
 
-/* Rules 1 to 7: fields that do not depend on a count. */
+/* Rules 1 to 7: fields that do not depend on a count. A frame of version 2 may be shorter than a header of version 1. */
 static spccl_status check_fixed_fields(const uint8_t *p, size_t bytes)
 {
+    if (bytes > AT_VERSION && sp_load_le32(p + AT_MAGIC) == SP_FRAME_MAGIC && p[AT_VERSION] == 2)
+        return SP_FAIL(SPCCL_ERR_VERSION,
+                       "frame: version 2, a delta, wanted version 1: spccl_delta_apply reads it");
     if (bytes < SP_FRAME_HEADER_BYTES)
         return REFUSE("%zu bytes left, wanted a header of %u", bytes, SP_FRAME_HEADER_BYTES);
     if (sp_load_le32(p + AT_MAGIC) != SP_FRAME_MAGIC)
@@ -380,6 +383,7 @@ static spccl_status check_index(const sp_frame *f)
     case SPCCL_FORMAT_COO:
         return check_coo(f);
     case SPCCL_FORMAT_AUTO:
+    case SPCCL_FORMAT_DELTA:
         break;
     }
     return SP_FAIL(SPCCL_ERR_BUG, "frame: format %d after the header check", (int)f->format);

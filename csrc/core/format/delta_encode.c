@@ -1,0 +1,204 @@
+/* delta_encode.c - spccl_delta_bound, spccl_delta_encode and spccl_delta_checksum on the host. */
+#include "core/base/abi.h"
+#include "core/base/mem.h"
+#include "core/format/delta.h"
+
+/* Elements of x that are rounded at a time: their float32, the rounded ones and the base stay in the L2 cache. */
+_Static_assert(SP_DELTA_SLICE_ELEMS * 8 <= 1 << 20, "a slice in the cache");
+
+size_t spccl_delta_bound(uint64_t n_elems, spccl_dtype dtype)
+{
+    const size_t e = sp_dtype_bytes(dtype);
+    uint64_t n_slices = sp_delta_n_slices(n_elems), last;
+    size_t bytes;
+
+    if (e == 0 || n_elems > SP_DELTA_ELEMS_MAX) {
+        sp_fail(e == 0 ? SPCCL_ERR_DTYPE : SPCCL_ERR_ARG,
+                "delta_bound: dtype %d, n_elems %llu; wanted 1..%d, at most 2^40", (int)dtype,
+                (unsigned long long)n_elems, SP_N_DTYPES - 1);
+        return 0;
+    }
+    bytes = SP_DELTA_HEADER_BYTES + n_slices * SP_DELTA_ENTRY_BYTES;
+    if (n_slices != 0) {
+        last = sp_delta_slice_elems(n_elems, n_slices - 1);
+        bytes += (n_slices - 1) * (SP_DELTA_SLICE_ELEMS / 8 + SP_DELTA_SLICE_ELEMS * e);
+        bytes += sp_delta_section_bytes((uint32_t)last) + sp_align_up(last * e, 4);
+    }
+    return sp_align_up(bytes, SP_DELTA_ALIGN);
+}
+
+/* ---- encode ---- */
+
+struct encode_job {
+    const sp_kernels *kernels;
+    const spccl_delta_source *source;
+    size_t number; /* of the source, for texts */
+    uint8_t *dst;
+    size_t dst_cap, at; /* bytes of dst; bytes of dst written so far */
+    sp_delta_slice slice;
+    _Alignas(64) uint16_t rounded[SP_DELTA_SLICE_ELEMS];
+};
+
+static spccl_status check_source(const spccl_delta_source *s, size_t number, const void *dst, size_t dst_cap)
+{
+    const size_t e = sp_dtype_bytes(s->dtype);
+    const bool is_cast =
+        s->x_dtype == SPCCL_FLOAT32 && (s->dtype == SPCCL_BFLOAT16 || s->dtype == SPCCL_FLOAT16);
+    const char *of = "delta_encode: sources";
+
+    if (e == 0 || (s->x_dtype != s->dtype && !is_cast))
+        return SP_FAIL(SPCCL_ERR_DTYPE,
+                       "%s[%zu]: x_dtype %s, dtype %s; wanted the same, or float32 to bfloat16 or float16",
+                       of, number, sp_dtype_name(s->x_dtype), sp_dtype_name(s->dtype));
+    if (s->n_elems > SP_DELTA_ELEMS_MAX)
+        return SP_FAIL(SPCCL_ERR_ARG, "%s[%zu]: n_elems %llu, wanted at most 2^40", of, number,
+                       (unsigned long long)s->n_elems);
+    if (s->n_elems != 0 && (s->x == NULL || s->base == NULL))
+        return SP_FAIL(SPCCL_ERR_ARG, "%s[%zu]: %s is NULL", of, number, s->x == NULL ? "x" : "base");
+    if (sp_overlap(s->x, s->n_elems * sp_dtype_bytes(s->x_dtype), dst, dst_cap) ||
+        sp_overlap(s->base, s->n_elems * e, dst, dst_cap))
+        return SP_FAIL(SPCCL_ERR_ALIAS, "%s[%zu] (%llu elements) and dst (%zu bytes) overlap", of, number,
+                       (unsigned long long)s->n_elems, dst_cap);
+    return SPCCL_OK;
+}
+
+static spccl_status need(const struct encode_job *j, size_t bytes)
+{
+    if (bytes <= j->dst_cap - j->at)
+        return SPCCL_OK;
+    return SP_FAIL(SPCCL_ERR_DST_SMALL,
+                   "delta_encode: dst_cap %zu, wanted %zu more in sources[%zu]: the sum of spccl_delta_bound "
+                   "of all sources always suffices",
+                   j->dst_cap, bytes - (j->dst_cap - j->at), j->number);
+}
+
+static spccl_status encode_slice(struct encode_job *j, uint8_t *frame, uint64_t number)
+{
+    const spccl_delta_source *from = j->source;
+    const size_t e = sp_dtype_bytes(from->dtype);
+    const uint64_t at = number * SP_DELTA_SLICE_ELEMS;
+    sp_delta_slice *s = &j->slice;
+    const uint64_t start = (uint64_t)(j->dst + j->at - frame);
+
+    s->n_elems = sp_delta_slice_elems(from->n_elems, number);
+    s->elem_bytes = (uint32_t)e;
+    s->first = from->first + at;
+    s->key = from->key;
+    s->x = (const uint8_t *)from->x + at * e;
+    s->base = (const uint8_t *)from->base + at * e;
+    if (from->x_dtype != from->dtype) {
+        j->kernels->finish(&(sp_finish_args){.acc = (const float *)from->x + at,
+                                             .dst = j->rounded,
+                                             .n_elems = s->n_elems,
+                                             .dtype = from->dtype,
+                                             .op = SPCCL_SUM,
+                                             .world_size = 1});
+        s->x = j->rounded;
+    }
+    sp_delta_scan(s, j->kernels);
+    if (start + s->bytes > SP_DELTA_BYTES_MAX - SP_DELTA_ALIGN)
+        return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
+                       "delta_encode: sources[%zu]: the frame exceeds 16 GiB: split the array into parts",
+                       j->number);
+    SP_TRY(need(j, s->bytes));
+    sp_delta_write_slice(s, j->dst + j->at);
+    sp_delta_write_entry(frame, number, s->nnz, s->code, start);
+    j->at += s->bytes;
+    return SPCCL_OK;
+}
+
+static spccl_status encode_source(struct encode_job *j, spccl_delta_frame *out)
+{
+    const spccl_delta_source *from = j->source;
+    const uint64_t n_slices = sp_delta_n_slices(from->n_elems);
+    const size_t head = SP_DELTA_HEADER_BYTES + n_slices * SP_DELTA_ENTRY_BYTES, begin = j->at;
+    uint8_t *frame = j->dst + begin;
+
+    *out = (spccl_delta_frame){.offset = begin};
+    SP_TRY(need(j, head));
+    j->at += head;
+    for (uint64_t s = 0; s < n_slices; s++) {
+        SP_TRY(encode_slice(j, frame, s));
+        out->nnz += j->slice.nnz;
+        out->sum_change += j->slice.sum_change;
+    }
+    SP_TRY(need(j, sp_align_up(j->at, SP_DELTA_ALIGN) - j->at));
+    while (j->at % SP_DELTA_ALIGN != 0)
+        j->dst[j->at++] = 0;
+    out->bytes = j->at - begin;
+    sp_delta_write_header(frame, from->dtype, from->n_elems, out->nnz, out->bytes);
+    return SPCCL_OK;
+}
+
+spccl_status spccl_delta_encode(const spccl_delta_source *sources, size_t n_sources,
+                                const spccl_delta_options *options, void *dst, size_t dst_cap,
+                                spccl_delta_frame *frames, size_t *out_bytes)
+{
+    spccl_delta_options o = SPCCL_DELTA_OPTIONS_INIT;
+    spccl_status st = SPCCL_OK;
+    const sp_kernels *kernels;
+    struct encode_job *j;
+    spccl_delta_frame frame;
+
+    SP_TRY(sp_options_copy("spccl_delta_options", options, &o, sizeof o));
+    if (o.raw > 1)
+        return SP_FAIL(SPCCL_ERR_ARG, "delta_encode: options->raw %llu, wanted 0 or 1",
+                       (unsigned long long)o.raw);
+    if (out_bytes == NULL || (n_sources != 0 && (sources == NULL || dst == NULL || frames == NULL)))
+        return SP_FAIL(SPCCL_ERR_ARG, "delta_encode: sources, dst, frames or out_bytes is NULL");
+    for (size_t i = 0; i < n_sources; i++)
+        SP_TRY(check_source(&sources[i], i, dst, dst_cap));
+    SP_TRY(sp_kernels_pick(&kernels));
+    j = sp_alloc64(sp_align_up(sizeof *j, 64));
+    if (j == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "delta_encode: %zu bytes of scratch", sizeof *j);
+    j->kernels = kernels;
+    j->dst = dst;
+    j->dst_cap = dst_cap;
+    j->at = 0;
+    j->slice.raw = o.raw != 0;
+    for (j->number = 0; j->number < n_sources; j->number++) {
+        j->source = &sources[j->number];
+        SP_TRY_TO(done, st, encode_source(j, &frame));
+        frames[j->number] = frame;
+    }
+    *out_bytes = j->at;
+done:
+    sp_free(j);
+    return st;
+}
+
+/* ---- checksum ---- */
+
+#define CHECKSUM(NAME, TYPE)                                                                                 \
+    static uint64_t checksum_##NAME(const uint8_t *x, uint64_t n, uint64_t first, uint64_t key)              \
+    {                                                                                                        \
+        uint64_t sum = 0;                                                                                    \
+        for (uint64_t i = 0; i < n; i++) {                                                                   \
+            TYPE bits;                                                                                       \
+            memcpy(&bits, x + i * sizeof bits, sizeof bits);                                                 \
+            sum += sp_delta_hash(key, first + i, bits);                                                      \
+        }                                                                                                    \
+        return sum;                                                                                          \
+    }
+CHECKSUM(u8, uint8_t)
+CHECKSUM(u16, uint16_t)
+CHECKSUM(u32, uint32_t)
+CHECKSUM(u64, uint64_t)
+
+spccl_status spccl_delta_checksum(const void *x, uint64_t n_elems, spccl_dtype dtype, uint64_t first,
+                                  uint64_t key, uint64_t *out)
+{
+    const size_t e = sp_dtype_bytes(dtype);
+
+    if (e == 0)
+        return SP_FAIL(SPCCL_ERR_DTYPE, "delta_checksum: dtype %d, wanted 1..%d", (int)dtype,
+                       SP_N_DTYPES - 1);
+    if ((x == NULL && n_elems != 0) || out == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "delta_checksum: %s is NULL", out == NULL ? "out" : "x");
+    *out = (e == 1   ? checksum_u8
+            : e == 2 ? checksum_u16
+            : e == 4 ? checksum_u32
+                     : checksum_u64)(x, n_elems, first, key);
+    return SPCCL_OK;
+}
