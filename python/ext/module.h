@@ -85,6 +85,12 @@ PyObject *ext_weights_send_signs(PyObject *module, PyObject *args);
 PyObject *ext_signs_sum(PyObject *module, PyObject *args);
 PyObject *ext_signs_decode(PyObject *module, PyObject *args);
 PyObject *ext_weights_receive(PyObject *module, PyObject *args);
+PyObject *ext_delta_bound(PyObject *module, PyObject *args);
+PyObject *ext_delta_encode(PyObject *module, PyObject *args);
+PyObject *ext_delta_check(PyObject *module, PyObject *args);
+PyObject *ext_delta_apply(PyObject *module, PyObject *args);
+PyObject *ext_delta_undo(PyObject *module, PyObject *args);
+PyObject *ext_delta_checksum(PyObject *module, PyObject *args);
 extern PyType_Spec ext_comm_spec;
 extern PyType_Spec ext_request_spec;
 

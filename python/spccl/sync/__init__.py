@@ -1,0 +1,1 @@
+"""Weight sync: what changed in a model's weights, for receivers that have the old ones."""
