@@ -218,12 +218,13 @@ def _make(group: dist.ProcessGroup, lists: list[list[int]], route: str | None = 
     ]
 
 
-def part(numel: int, n_places: int, place: int, align: int = ALIGN) -> tuple[int, int]:
+def part(numel: int, n_places: int, place: int) -> tuple[int, int]:
     """(first element, end) of what `place` of `n_places` owns of a parameter, in the order of its memory.
 
-    Cuts are at multiples of `align`. They depend on the parameter alone, so that state outlives any layout of buckets.
+    Cuts depend on the parameter alone, so that state outlives any layout of buckets, and any recipe: chunks begin anew
+    in each part.
     """
-    share = -(-numel // (n_places * align)) * align
+    share = -(-numel // (n_places * ALIGN)) * ALIGN
     return min(place * share, numel), min((place + 1) * share, numel)
 
 

@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 _TENSORS = ("global", "local", "velocity")
 
 
-def memory_of(sync: SparseSync) -> dict[str, Any]:
-    """How each parameter lies in memory, (shape, strides) of this rank's part of a DTensor, and where it is cut."""
-    layouts = [(tuple(own_memory(w.param).shape), tuple(own_memory(w.param).stride())) for w in sync._weights]
-    return {"layouts": layouts, "align": sync.align}
+def memory_of(sync: SparseSync) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """How each parameter lies in memory: (shape, strides) of this rank's part of a DTensor."""
+    return [(tuple(own_memory(w.param).shape), tuple(own_memory(w.param).stride())) for w in sync._weights]
 
 
 def whole(key: str, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -43,7 +42,7 @@ def _join(parts: list[dict[str, Any]], host: int, n_hosts: int) -> dict[str, Any
     """One state of a host's whole parameters from those of its ranks, in the order of their places."""
     parameters = []
     consolidated = all(part["consolidated"] for part in parts)
-    for i, (shape, strides) in enumerate(parts[0]["memory"]["layouts"]):
+    for i, (shape, strides) in enumerate(parts[0]["memory"]):
         entries = [part["parameters"][i] for part in parts]
         joined = dict(entries[0])
         for name in _TENSORS:
@@ -70,19 +69,18 @@ def _join_kept(entries: list[dict[str, Any]], strides: Sequence[int]) -> dict[st
 def cut(mine: dict[str, Any], world_size: int, rank: int, per_host: int) -> dict[str, Any]:
     """The entry "sparse_sync" of `rank`, of hosts of `per_host` ranks, from that of its host's whole parameters."""
     host, place = divmod(rank, per_host)
-    memory = mine.get("memory") or {"layouts": [None] * len(mine["parameters"]), "align": hosts.ALIGN}
-    parameters = []
-    for entry, layout in zip(mine["parameters"], memory["layouts"], strict=True):
-        span = hosts.part(entry["global"].numel(), per_host, place, memory["align"])
+    memory, parameters = mine.get("memory") or [None] * len(mine["parameters"]), []
+    for entry, layout in zip(mine["parameters"], memory, strict=True):
+        span = hosts.part(entry["global"].numel(), per_host, place)
         flats = {n: part_of(entry[n], layout, span) for n in _TENSORS if entry[n] is not None}
         parameters.append({**entry, **flats})
-    layouts = [
+    memory = [
         layout or (tuple(entry["global"].shape), entry["global"].stride())
-        for layout, entry in zip(memory["layouts"], mine["parameters"], strict=True)
+        for layout, entry in zip(memory, mine["parameters"], strict=True)
     ]
     numbers = {"per_host": per_host, "host": host, "place": place}
     return {**mine, "world_size": world_size, "rank": rank, "hosts": numbers,
-            "memory": {**memory, "layouts": layouts}, "parameters": parameters}  # fmt: skip
+            "memory": memory, "parameters": parameters}  # fmt: skip
 
 
 def part_of(shaped: torch.Tensor, layout: tuple[Any, Any] | None, span: tuple[int, int]) -> torch.Tensor:
@@ -102,6 +100,6 @@ def check(who: str, sync: SparseSync, mine: dict[str, Any]) -> None:
     hosts.require_same_shape(who, theirs, mine["world_size"], ours, sync.ranks.world_size)
     if mine["memory"] != memory_of(sync):
         raise ValueError(
-            f"{who}: the state is of parameters with other memory formats, or cut for another chunk or bits; use "
-            "those of the run that saved it, or save after consolidate()"
+            f"{who}: the state is of parameters with other memory formats; use those of the run that saved it, or save "
+            "after consolidate()"
         )

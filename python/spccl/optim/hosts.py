@@ -26,27 +26,18 @@ if TYPE_CHECKING:
 _NONE, _DENSE, _SPARSE = range(3)  # what a parameter has as gradient
 
 
-def cuts(chunk: int) -> int:
-    """Elements at whose multiples parameters are cut: whole chunks."""
-    return max(hosts.ALIGN, chunk)
-
-
 class Host:
-    """The ranks of this rank's host. Every method is a collective of them.
+    """The ranks of this rank's host. Every method is a collective of them."""
 
-    Attributes:
-        align: see `cuts`.
-    """
-
-    def __init__(self, ranks: Ranks, align: int):
+    def __init__(self, ranks: Ranks):
         assert ranks.hosts.inner is not None
-        self.group, self.align = ranks.hosts.inner, align
+        self.group = ranks.hosts.inner
         self.n, self.place = ranks.hosts.per_host, ranks.hosts.place
         self._buckets: list[Bucket] = []
 
     def own(self, weights: Sequence[Weight]) -> list[Weight]:
         """This rank's part of each parameter, which may be empty."""
-        return [w.part(hosts.part(w.numel, self.n, self.place, self.align)) for w in weights]
+        return [w.part(hosts.part(w.numel, self.n, self.place)) for w in weights]
 
     def use(self, buckets: list[Bucket]) -> None:
         """Make the buffers: two for each device and dtype, as long as the longest bucket of all parts."""
@@ -177,7 +168,7 @@ class Host:
     def _longest(self, b: Bucket) -> int:
         """Most elements that a rank owns of a bucket."""
         return max(
-            sum(end - first for first, end in (hosts.part(w.numel, self.n, p, self.align) for w in b.members))
+            sum(end - first for first, end in (hosts.part(w.numel, self.n, p) for w in b.members))
             for p in range(self.n)
         )
 
@@ -191,7 +182,7 @@ class Host:
         for place in range(self.n):
             at = place * longest
             for w, x in zip(b.members, whole, strict=True):
-                first, end = hosts.part(w.numel, self.n, place, self.align)
+                first, end = hosts.part(w.numel, self.n, place)
                 if place != self.place and end > first:
                     into.append(x[first:end])
                     come.append(received[at : at + end - first])

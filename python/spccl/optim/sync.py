@@ -21,7 +21,7 @@ from spccl._pruning.stats import HasStats
 from . import checkpoint, checks, measure, moments
 from . import overlap as overlaps
 from .bucket import Weight, make_buckets, own_memory
-from .hosts import Host, cuts
+from .hosts import Host
 from .look_ahead import LookAhead
 from .settings import Settings, take_older
 from .shards import Shards, gradient
@@ -188,7 +188,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         if overlap is not None:
             overlaps.check_weights(overlap, self._weights, self._shards.example)
         self.ranks.require_same({**self.settings.facts(), **self._facts()})
-        self.host = Host(self.ranks, self.align) if self.ranks.hosts.inner is not None else None
+        self.host = Host(self.ranks) if self.ranks.hosts.inner is not None else None
         own = None if self.host is None else self.host.own
         n, apart = self.settings.rows, self.settings.bits == 1
         self.buckets = make_buckets(self._weights, int(bucket_mb * 2**20), outer_momentum, n, apart, own)
@@ -219,11 +219,6 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         self._overlap = None if overlap is None else overlaps.Overlap(overlap, self.transfers)
 
     # -- construction ------------------------------------------------------------------------------
-
-    @property
-    def align(self) -> int:
-        """Elements at whose multiples parameters are cut where hosts prune."""
-        return cuts(max(self.settings.chunk, self.settings.rows))
 
     def _find_weights(self) -> tuple[Shards, list[Weight]]:
         everything = [p for group in self.inner.param_groups for p in group["params"]]

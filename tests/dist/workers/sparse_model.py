@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -59,10 +60,13 @@ def trained(net: Net) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in net.named_parameters() if p.requires_grad}
 
 
-def top(x: torch.Tensor, density: float, is_part: bool = False) -> torch.Tensor:
-    """The entries of x with the largest magnitude, zeros elsewhere; all of a small tensor that is no part of one."""
-    if (not is_part and (x.dim() < 2 or x.numel() < 4096)) or density >= 1:
-        return x.clone()
+def is_whole(x: torch.Tensor) -> bool:
+    """Whether a parameter is sent whole."""
+    return x.dim() < 2 or x.numel() < 4096
+
+
+def top(x: torch.Tensor, density: float) -> torch.Tensor:
+    """The entries of x with the largest magnitude, zeros elsewhere."""
     k = max(1, math.floor(density * x.numel() + 0.5))
     threshold = x.abs().flatten().topk(k).values[-1]
     return torch.where(x.abs() >= threshold, x, torch.zeros(()))
@@ -70,8 +74,6 @@ def top(x: torch.Tensor, density: float, is_part: bool = False) -> torch.Tensor:
 
 def top_of_chunks(x: torch.Tensor, density: float, chunk: int) -> torch.Tensor:
     """Of each `chunk` neighbouring entries of x exactly the largest share `density`; of equal ones the first."""
-    if x.dim() < 2 or x.numel() < 4096 or density >= 1:
-        return x.clone()
     out = torch.zeros_like(x).flatten()
     for begin in range(0, x.numel(), chunk):
         part = x.flatten()[begin : begin + chunk]
@@ -83,8 +85,6 @@ def top_of_chunks(x: torch.Tensor, density: float, chunk: int) -> torch.Tensor:
 
 def two_levels(x: torch.Tensor, chunk: int) -> torch.Tensor:
     """Entries of x as sign and level: the means of a chunk's magnitudes below and above their mean, in bfloat16."""
-    if x.dim() < 2 or x.numel() < 4096:
-        return x
     out = torch.zeros_like(x).flatten()
     for begin in range(0, x.numel(), chunk):
         part = x.flatten()[begin : begin + chunk].double()
@@ -99,14 +99,14 @@ class Simulation:
     """All ranks in one process, float32 throughout.
 
     per_host: ranks of each host that average their gradients; then n counts hosts. Each of them owns a part of every
-    parameter, which begins at a multiple of `align` and has a threshold of its own.
+    parameter, which begins at a multiple of 8 and has a threshold, or chunks, of its own.
     """
 
     def __init__(
         self, n: int = WORLD, every: int = 1, leak: float = 1.0, outer=(1.0, 0.0), make=adamw, wire=torch.float32,
         chunk: int = 0, levels: bool = False, per_host: int = 1,
     ):  # fmt: skip
-        self.per_host, self.align = per_host, max(8, chunk)
+        self.per_host = per_host
         self.nets = [Net() for _ in range(n)]
         self.optimizers = [make(net) for net in self.nets]
         self.common = {name: p.detach().clone() for name, p in trained(self.nets[0]).items()}
@@ -129,12 +129,15 @@ class Simulation:
             self.exchange(density)
 
     def chosen(self, x: torch.Tensor, density: float) -> torch.Tensor:
+        if is_whole(x) or density >= 1:
+            return x.clone()
         if self.chunk:
-            return top_of_chunks(x, density, self.chunk)
-        share = -(-x.numel() // (self.per_host * self.align)) * self.align
-        if self.per_host == 1 or x.dim() < 2 or x.numel() < 4096:
-            return top(x, density)
-        return torch.cat([top(part, density, True) for part in x.flatten().split(share)]).view_as(x)
+            return self.of_parts(x, lambda part: top_of_chunks(part, density, self.chunk))
+        return self.of_parts(x, lambda part: top(part, density))
+
+    def of_parts(self, x: torch.Tensor, rule: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        share = -(-x.numel() // (self.per_host * 8)) * 8
+        return torch.cat([rule(part) for part in x.flatten().split(share)]).view_as(x)
 
     @torch.no_grad()
     def exchange(self, density: float) -> None:
@@ -143,7 +146,9 @@ class Simulation:
             total = torch.zeros_like(z)
             for w in locals_:
                 chosen = self.chosen(w - z, density)
-                sent = two_levels(chosen, self.chunk) if self.levels else chosen.to(self.wire).float()
+                sent = chosen.to(self.wire).float()
+                if self.levels and not is_whole(w):
+                    sent = self.of_parts(chosen, lambda part: two_levels(part, self.chunk))
                 if self.levels:  # the leak is of all that stays unsent
                     w.copy_((w - z - sent) * self.leak + z)
                     total += sent

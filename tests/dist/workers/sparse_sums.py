@@ -11,7 +11,7 @@ import torch.distributed as dist
 from spccl import backend
 from spccl.optim import Geometric, SparseSync
 from workers.common import RANK, WORLD, main, raises
-from workers.sparse_model import Net, Simulation, adamw, top, trained
+from workers.sparse_model import Net, Simulation, adamw, trained
 from workers.sparse_sync import BACKEND, LOOSE, compare, digest, everyone, steps
 
 
@@ -44,7 +44,7 @@ class OwnerSimulation(Simulation):
             locals_ = [trained(net)[name] for net in self.nets]
             total = torch.zeros_like(z)
             for w in locals_:
-                chosen = top(w - z, density)
+                chosen = self.chosen(w - z, density)
                 sent = chosen.to(self.wire).float()
                 w.copy_(torch.where(chosen != 0, z + (chosen - sent), w))
                 total += sent
