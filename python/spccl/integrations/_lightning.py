@@ -195,6 +195,8 @@ class SparseSyncStrategy(_RankStates):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Of rank 0, which writes the checkpoint, the global weights."""
+        for opt in self.optimizers:
+            opt.wait()
         state = super().lightning_module_state_dict()
         for opt in self.optimizers:
             state = with_global_weights(opt, state, self.is_global_zero)

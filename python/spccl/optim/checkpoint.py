@@ -55,7 +55,7 @@ def save(sync: SparseSync) -> dict[str, Any]:
 
     "consolidated": this rank's local and global weights are equal. Then "local" is None.
     """
-    sync.wait()
+    sync.transfers.advance()
     parameters, kept = [], _save_kept(sync)
     for bucket in sync.buckets:
         if not bucket.in_globals:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .sync import SparseSync
 
 _NONE, _DENSE, _SPARSE = range(3)  # what a parameter has as gradient
+_CALLS = ("step()", "global_weights()", "the end of global_weights()", "consolidate()")
 
 
 class Host:
@@ -66,16 +67,29 @@ class Host:
             scaler.
         Returns: the same of the host: whether one rank found inf, and nothing was averaged; the smallest scales.
         """
-        members = [w for b in self._buckets for w in b.members]
-        flags = torch.tensor(
-            [float(found_inf != 0), -scale, -loss_scale, *(_kind(w.param.grad) for w in members)],
-            dtype=torch.float32, device=self._flags_device,
-        )  # fmt: skip
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        found, least, least_loss, *kinds = flags.tolist()
+        kinds = [_kind(w.param.grad) for b in self._buckets for w in b.members]
+        found, least, least_loss, *kinds = self.agree("step()", float(found_inf != 0), -scale, -loss_scale, *kinds)
         if found == 0:
             self._average([int(k) for k in kinds], -least / scale)
         return found != 0, -least, -least_loss
+
+    def agree(self, call: str, *flags: float) -> list[float]:
+        """The largest of each flag over the ranks of the host.
+
+        Raises: RuntimeError, on all of them, if they do not all make the same `call` of the SparseSync.
+        """
+        number, room = _CALLS.index(call), 3 + sum(len(b.members) for b in self._buckets)
+        given = [number, -number, *flags, *[0.0] * (room - len(flags))]
+        both = torch.tensor(given, dtype=torch.float32, device=self._flags_device)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
+        last, first, *most = both.tolist()
+        if last != -first:
+            raise RuntimeError(
+                f"SparseSync: this rank is at {call}, and the ranks of its host are at {_CALLS[int(-first)]} and "
+                f"{_CALLS[int(last)]}; where hosts prune each rank has a part of the global weights, so all ranks of "
+                "a host make these calls together: enter `with opt.global_weights()` on all of them, and save on one"
+            )
+        return most
 
     def average_for(self, sync: SparseSync) -> None:
         """Give all ranks of the host one gradient, one loss scale, and one answer to whether there is inf or nan."""

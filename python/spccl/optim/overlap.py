@@ -4,7 +4,8 @@ A forward pre-hook of each module waits for the buckets that hold the module's p
 It comes before the module's other hooks, which may compute a weight from parameters (weight_norm, spectral_norm,
 torch.nn.utils.prune). A module of torch.nn that is no container waits for all parameters below it, because some
 (MultiheadAttention) use those of their children. A module without forward(), such as ParameterList, is never called, so
-the module above it waits. state_dict() and load_state_dict() of a module wait too.
+the module above it waits. state_dict() and load_state_dict() of a module wait too. Where hosts prune they refuse,
+because the ranks of a host wait together.
 
 `module.compile()` keeps these hooks; `torch.compile(module)` calls only some of them and is refused.
 
@@ -78,8 +79,9 @@ class Overlap:
             if own:
                 wait = _Wait(weakref.ref(transfers), own)
                 handles.append(module.register_forward_pre_hook(wait, prepend=True))
-                handles.append(module.register_state_dict_pre_hook(wait))
-                handles.append(module.register_load_state_dict_pre_hook(wait))
+                alone = _WaitAlone(weakref.ref(transfers), own)
+                handles.append(module.register_state_dict_pre_hook(alone))
+                handles.append(module.register_load_state_dict_pre_hook(alone))
         for i, bucket in enumerate(buckets):
             for w in bucket.members:
                 after = _RefusePending(w.name, i, transfers.pending)
@@ -139,7 +141,7 @@ def _do_nothing(*args: Any) -> None:
 
 
 class _Wait(_Hook):
-    """For before a module's forward(), state_dict() or load_state_dict(), whatever it is called with."""
+    """For before a module's forward(), whatever it is called with."""
 
     def __init__(self, transfers: weakref.ref[Transfers], own: list[int]):
         self._transfers, self._own = transfers, own
@@ -148,6 +150,20 @@ class _Wait(_Hook):
         under_way = self._transfers()
         if under_way is not None:
             under_way.finish(self._own)
+
+
+class _WaitAlone(_Wait):
+    """For before a module's state_dict() or load_state_dict(), which one rank of a host may call alone."""
+
+    def __call__(self, *args: Any) -> None:
+        under_way = self._transfers()
+        if under_way is not None and under_way.host is not None and not under_way.pending.keys().isdisjoint(self._own):
+            raise RuntimeError(
+                "SparseSync: state_dict() or load_state_dict() of a module while an exchange is under way, which the "
+                "ranks of a host end together. Call opt.wait() on all ranks of the host before it, or save inside "
+                "`with opt.global_weights()`, which all of them enter"
+            )
+        super().__call__()
 
 
 class _RefusePending(_Hook):

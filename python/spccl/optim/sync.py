@@ -400,8 +400,14 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             self.check()
 
     def wait(self) -> None:
-        """With overlap: end the exchange that is under way, so that local and global weights are up to date."""
+        """With overlap: end the exchange that is under way, so that local and global weights are up to date. Where
+        hosts prune, all ranks of a host call it."""
         self.transfers.finish(list(self.transfers.pending))
+
+    def _wait_at(self, call: str) -> None:
+        self.wait()
+        if self.host is not None:
+            self.host.agree(call)
 
     @torch.no_grad()
     def check(self) -> None:
@@ -425,7 +431,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         if self.in_globals:
             raise RuntimeError("SparseSync.consolidate: called inside `with opt.global_weights()`; end the block first")
         checks.require_same_parameters(self.inner, self._weights)
-        self.wait()
+        self._wait_at("consolidate()")
         self._shards.forget_gathered()
         for bucket in self.buckets:
             bucket.absorb(self.transfers.scratch[bucket.device, bucket.globals.dtype])
@@ -441,7 +447,8 @@ class SparseSync(HasStats, torch.optim.Optimizer):
 
         For evaluation and for saving the model. No communication: ranks may enter it alone. But all shards of a replica
         of FSDP2 enter together, because FSDP2 then gathers all parameters again; and so do the ranks of a host where
-        hosts prune, because each has a part of the global weights. No step() inside.
+        hosts prune, because each has a part of the global weights; step() of others of them meanwhile raises
+        RuntimeError on all. No step() inside.
         """
         self._swap(True)
         try:
@@ -453,7 +460,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
     def _swap(self, inside: bool) -> None:
         if inside == self.in_globals:
             raise RuntimeError("SparseSync.global_weights: this block is already inside one")
-        self.wait()
+        self._wait_at("global_weights()" if inside else "the end of global_weights()")
         self._shards.forget_gathered()
         for bucket in self.buckets:
             scratch = self.transfers.scratch[bucket.device, bucket.globals.dtype]
@@ -467,7 +474,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
     # -- reports, checkpoints ----------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        self.wait()
+        self.transfers.advance()
         return self._tally.stats()
 
     def state_dict(self) -> dict[str, Any]:
@@ -479,7 +486,6 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         Raises: RuntimeError if torch's get_optimizer_state_dict() calls it, which would drop those weights.
         """
         checkpoint.refuse_torch_checkpoint(self)
-        self.wait()
         return checkpoint.mark(self) if self.states_apart else checkpoint.save(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

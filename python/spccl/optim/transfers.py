@@ -25,7 +25,8 @@ class Transfers:
     scratch: two buffers for each device and dtype, as long as the longest bucket.
     kept: with bits=1 (`KeptSigns`) or sum_density (`KeptSums`), by bucket, what this rank keeps of the sums of its
         shard.
-    pending: what is under way, by number of the bucket: how it is exchanged, its buffer, the state of that.
+    pending: what is under way, by number of the bucket: how it is exchanged, its buffer, the state of that; None where
+        this rank's part has its average, and the ranks of the host have not gathered theirs.
     """
 
     def __init__(self, settings: Settings, ranks: Ranks, buckets: list[Bucket], host: Host | None = None):
@@ -42,7 +43,7 @@ class Transfers:
             self._usual = PrunedSums(settings, ranks, buckets, averages, sums, settings.wire_dtype)
         self._ways: list[Exchange] = [self._usual for _ in buckets]  # of the last exchange
         self.scratch = self._make_scratch()
-        self.pending: dict[int, tuple[Exchange, torch.Tensor, Any]] = {}
+        self.pending: dict[int, tuple[Exchange, torch.Tensor, Any] | None] = {}
         self._own_buffers: list[torch.Tensor] = []  # one for each bucket, if exchanges end later
 
     def end_later(self) -> None:
@@ -117,6 +118,23 @@ class Transfers:
         way, buffer, state = self.pending[i]
         self.pending[i] = way, buffer, way.turn(self.buckets[i], state)
 
+    def advance(self) -> None:
+        """`finish` all buckets, but where hosts prune leave the gathering, so that ranks of a host may call it alone.
+        Weights of what this rank owns are then up to date."""
+        if self.host is None:
+            self.finish(list(self.pending))
+        for i in self.pending:
+            self._advance(i)
+
+    @torch.no_grad()
+    def _advance(self, i: int) -> None:
+        if (pending := self.pending[i]) is not None:
+            bucket, (way, buffer, state) = self.buckets[i], pending
+            way.end(bucket, buffer, state)
+            bucket.apply(buffer[: bucket.length], self.settings)
+            bucket.publish()
+            self.pending[i] = None
+
     @torch.no_grad()
     def finish(self, numbers: Iterable[int]) -> None:
         """End what is pending of these buckets: wait for it, and advance local and global weights by the average.
@@ -129,10 +147,7 @@ class Transfers:
         for i in numbers:
             if i not in self.pending:
                 continue
-            bucket, (way, buffer, state) = self.buckets[i], self.pending[i]
-            way.end(bucket, buffer, state)
-            bucket.apply(buffer[: bucket.length], self.settings)
-            bucket.publish()
+            self._advance(i)
             if self.host is not None:
                 self.host.gather(i)
             del self.pending[i]

@@ -129,6 +129,37 @@ def overlap_has_the_same_bits():
     require_same(weights(opt, net), weights(plain, other))
 
 
+def a_rank_of_a_host_asks_alone():
+    """While an exchange is under way: stats() and state_dict() wait for no other rank, state_dict() of the model is
+    refused. A rank that enters global_weights() alone is refused, and the others too, once they step."""
+    net, other = Net(), Net()
+    opt = SparseSync(adamw(net), density=0.05, overlap=net, bucket_mb=0.03)
+    plain = SparseSync(adamw(other), density=0.05, bucket_mb=0.03)
+    for t in range(4):
+        steps(opt, net, 1, t)
+        steps(plain, other, 1, t)
+        if PLACE == 0:
+            assert opt.transfers.pending
+            figures, state, wanted = opt.stats(), opt.state_dict()[KEY]["parameters"], plain.state_dict()[KEY]
+            assert figures["sent_bytes"] == plain.stats()["sent_bytes"] > 0
+            for mine, theirs in zip(state, wanted["parameters"], strict=True):
+                assert all(torch.equal(mine[name], theirs[name]) for name in ("global", "local"))
+            with raises(RuntimeError, "Call opt.wait() on all ranks of the host"):
+                net.state_dict()
+        dist.barrier()
+    opt.wait()
+    assert net.state_dict().keys() == other.state_dict().keys()
+    require_same(weights(opt, net), weights(plain, other))
+    with raises(RuntimeError, "this rank is at", "are at step() and global_weights()", "and save on one"):
+        if PLACE == 0:
+            with opt.global_weights():
+                pass
+        else:
+            steps(opt, net, 1, 4)
+    assert not opt.in_globals
+    require_same(weights(opt, net), weights(plain, other))
+
+
 def a_host_skips_a_step_together():
     """Rank 1 finds nan. Its whole host leaves out the step and says so; the others do not."""
     net = Net()
@@ -369,7 +400,8 @@ def bytes_between_hosts():
 
 CASES = [
     hosts_follow_the_simulation, a_twin_over_each_place_has_the_same_bits, overlap_has_the_same_bits,
-    a_host_skips_a_step_together, a_host_has_one_loss_scale, gradients_that_some_ranks_lack,
+    a_rank_of_a_host_asks_alone, a_host_skips_a_step_together, a_host_has_one_loss_scale,
+    gradients_that_some_ranks_lack,
     states_continue_and_move_between_host_shapes, a_consolidated_state_serves_every_run,
     refuses_states_of_other_host_shapes, refuses_hosts_that_are_not_there, drift_is_found_within_a_place,
     a_group_of_some_ranks, the_trial_of_a_gpu_is_agreed, bytes_between_hosts
