@@ -144,7 +144,8 @@ class PrunedGradients(PruningHook):
                 `optimizer` nothing is checked then.
         Raises: TypeError if there is no DistributedDataParallel in `model`, or more than one; RuntimeError if this
             object is already on a model, or the model already has a hook; ValueError if loaded state does not fit the
-            model, if hook and optimizer both apply momentum, or for an Adam-like optimizer without allow_adam.
+            model, if hook and optimizer both apply momentum, or for an Adam-like optimizer without allow_adam; on all
+            ranks if they differ in settings other than `seed`.
         """
         if optimizer is not None:
             if not allow_adam:
@@ -163,6 +164,7 @@ class PrunedGradients(PruningHook):
 
     def _fit_loaded(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
         group = model.process_group
+        self._require_same(group)
         mode, device = self.hosts if self.sum_density is None else "off", next(model.parameters()).device
         self._hosts = hosts_.find("PrunedGradients", mode, group, device)
         if mode != self.hosts and group.size() > 1:

@@ -66,7 +66,8 @@ def prune(
     Returns: a `PrunedShards`, which is needed for statistics and checkpoints alone.
     Raises: TypeError if `fully_shard` was not called on the model; ValueError for a setting out of range, a model
         without replicas, a group that this rank is not in or whose ranks hold different shards, modules with several
-        meshes or another all-reduce hook, clip_norm with tensor parallelism, momentum in both the hook and the
+        meshes or another all-reduce hook, ranks that differ in settings other than `seed`, clip_norm with tensor
+        parallelism, momentum in both the hook and the
         optimizer, or for an Adam-like optimizer without allow_adam (use `spccl.optim.SparseSync`: docs/TRAINING.md).
     """
     hook = PrunedShards(density, **settings)
@@ -122,6 +123,7 @@ class PrunedShards(PruningHook):
                 f"{_WHO}: clip_norm={self.clip_norm!r} with parameter {split!r}, which tensor parallelism has split "
                 "too: the norm over the shards of FSDP2 is not that of the whole gradient; leave clip_norm out"
             )
+        self._require_same(units[0].replicas, units[0].shards)
         self._join(units[0].replicas)
         self._shard = (units[0].shards.rank(), units[0].shards.size())
         self._norm_group = units[0].shards if self._shard[1] > 1 else None

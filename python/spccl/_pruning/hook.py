@@ -22,7 +22,7 @@ from .checks import ABOVE_0, COUNT, FRACTION, SHARE, is_share, is_whole
 from .density import falling
 from .hook_stats import Statistics
 from .hook_sums import HookSums, to_residual
-from .ranks import averages
+from .ranks import averages, gather, require_same
 from .stats import HasStats
 from .sums import density_sums
 
@@ -119,6 +119,19 @@ class PruningHook(HasStats):
         self._limit: contextlib.AbstractContextManager[None] | None = None
         self._sums = HookSums()
         self._statistics = Statistics()
+
+    def _require_same(self, *groups: dist.ProcessGroup) -> None:
+        """Raises: ValueError, on all ranks, if they differ in settings other than `seed`.
+
+        Args: groups: what ranks have gathered over the first is gathered over the next.
+        """
+        mine = {name: getattr(self, name) for name in _settings() if name != "seed"}
+        mine |= {"density": None if self._by_recipe else self.density, "grad_scaler": self.grad_scaler is not None}
+        found = {dist.get_rank() if dist.is_initialized() else 0: mine}
+        for group in groups:
+            if group.size() > 1 and hosts_.is_known(group):
+                found = {rank: theirs for one in gather(group, found) for rank, theirs in one.items()}
+        require_same(self._by, "the hook", dict(sorted(found.items())))
 
     def _join(self, group: dist.ProcessGroup) -> None:
         """The group of the average is known. density=None then has its recipe."""
@@ -382,14 +395,18 @@ class PruningHook(HasStats):
 
     def __repr__(self) -> str:
         """The density, every setting that is not at its default, and the steps done."""
-        settings = [p for p in inspect.signature(PruningHook).parameters.values() if p.name != "unknown"]
-        values = ((p.name, getattr(self, p.name), p.default) for p in settings)
+        values = ((name, getattr(self, name), default) for name, default in _settings().items())
         shown = [f"{name}={value!r}" for name, value, default in values if name == "density" or value != default]
         return f"{self._by}({', '.join(shown)}; step {self.step})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles of a model with this hook have none. A hook that is on no model is copied."""
         return super().__reduce_ex__(protocol) if self._group is None else (_left_out, (self._who,))
+
+
+def _settings() -> dict[str, Any]:
+    """The settings of a hook, with their defaults."""
+    return {p.name: p.default for p in inspect.signature(PruningHook).parameters.values() if p.name != "unknown"}
 
 
 class LeftOutHook:

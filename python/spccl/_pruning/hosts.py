@@ -63,8 +63,7 @@ def find(who: str, mode: str, group: dist.ProcessGroup | None, device: torch.dev
     """
     require(who, "hosts", mode, MODE[0](mode), MODE[1])
     n_ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-    known = group is None or group in dist.distributed_c10d._world.pg_map
-    if n_ranks == 1 or not known:
+    if n_ranks == 1 or not is_known(group):
         one = "one rank" if n_ranks == 1 else "off: torch.distributed does not know the group"
         _refuse(who, mode, one)
         return alone(group, rank, n_ranks, one)
@@ -86,6 +85,11 @@ def find(who: str, mode: str, group: dist.ProcessGroup | None, device: torch.dev
     inner, across = _groups_of(who, group, of_rank, rank, device)
     why = f"{n_hosts} hosts of {per_host} ranks: those of a host average, hosts prune"
     return Hosts(why, n_hosts, per_host, host, place, of_rank, inner, across)
+
+
+def is_known(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed knows the group, which may be all there is."""
+    return group in dist.distributed_c10d._world.pg_map
 
 
 def _refuse(who: str, mode: str, found: str) -> None:

@@ -1,7 +1,7 @@
 """The ranks that average their weights: group, backend, and what they must agree on."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,32 @@ def all_gather(group: dist.ProcessGroup, mine: torch.Tensor, out: torch.Tensor) 
     """Start the gathering of every rank's `mine` [n] into `out` [ranks * n], in rank order."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
     return gather(out, mine, group=group, async_op=True)
+
+
+def gather(group: dist.ProcessGroup, mine: Any) -> list[Any]:
+    """What each rank of the group gave, by rank."""
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def require_same(who: str, what: str, everyone: Mapping[int, dict[str, Any]]) -> None:
+    """Raises: ValueError unless all ranks have the same facts; the text has the facts, values and ranks.
+
+    Args: everyone: the facts of each rank, which all ranks have gathered. what: has these facts.
+    """
+    names = list(dict.fromkeys(name for theirs in everyone.values() for name in theirs))
+    faults = []
+    for name in names:
+        values = {rank: theirs.get(name, "absent") for rank, theirs in everyone.items()}
+        first = next(iter(values.values()))
+        if any(value != first for value in values.values()):
+            faults.append(f"{name} is {_by_value(values)}")
+    if faults:
+        more = len(faults) - _MOST_FAULTS
+        if more > 0:
+            faults[_MOST_FAULTS:] = [f"and {more} more difference{'s' if more > 1 else ''}"]
+        raise ValueError(f"{who}: ranks differ: {'; '.join(faults)}; make {what} the same way on all ranks")
 
 
 class Ranks:
@@ -131,29 +157,11 @@ class Ranks:
 
     def gather(self, mine: Any) -> list[Any]:
         """What each rank gave, by rank."""
-        if self.world_size == 1:
-            return [mine]
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, mine, group=self.group)
-        return everyone
+        return [mine] if self.group is None else gather(self.group, mine)
 
     def require_same(self, facts: dict[str, Any]) -> None:
-        """Errors on every rank unless all ranks give the same facts; the text has the facts, values and ranks."""
-        everyone = self.gather(facts)
-        names = list(dict.fromkeys(name for theirs in everyone for name in theirs))
-        faults = []
-        for name in names:
-            values = [theirs.get(name, "absent") for theirs in everyone]
-            if any(value != values[0] for value in values):
-                faults.append(f"{name} is {_by_value(values)}")
-        if faults:
-            more = len(faults) - _MOST_FAULTS
-            if more > 0:
-                faults[_MOST_FAULTS:] = [f"and {more} more difference{'s' if more > 1 else ''}"]
-            raise ValueError(
-                f"SparseSync: ranks differ: {'; '.join(faults)}; make the model and SparseSync the same way on all "
-                "ranks"
-            )
+        """See the function `require_same`."""
+        require_same("SparseSync", "the model and SparseSync", dict(enumerate(self.gather(facts))))
 
     def require_equal_weights(self, sums: Sequence[int], exchange: int) -> None:
         """Errors on every rank, naming ranks, unless all ranks' checksums of their global weights are the same."""
@@ -179,8 +187,8 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _by_value(values: list[Any]) -> str:
+def _by_value(values: dict[int, Any]) -> str:
     ranks_of: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in values.items():
         ranks_of.setdefault(str(value), []).append(rank)
     return ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_of.items())

@@ -376,6 +376,16 @@ def momentum_in_both_is_refused() -> None:
     ddp.PrunedGradients().register(other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.5))
 
 
+def ranks_with_other_settings() -> None:
+    """Refused by name on all ranks before a gradient is sent; `seed` may differ."""
+    odd = WORLD - 1
+    for name, usual, other in (("density", None, 0.01), ("sum_density", None, 0.05), ("hosts", "auto", "off")):
+        settings = {"density": 0.01} if name != "density" else {}
+        with raises(ValueError, "PrunedGradients: ranks differ", f"{name} is {usual} on", f"{other} on rank {odd}"):
+            wrap({**settings, name: other if odd == RANK else usual})
+    wrap({"seed": RANK})
+
+
 def settings_of_a_wrong_type_are_named() -> None:
     for name in ("density", "sample", "leak", "momentum", "clip_norm"):
         for value in ("0.1", True, float("nan")):
@@ -465,6 +475,7 @@ CASES = [
     loss_scale_changes,
     resumes,
     loaded_before_it_is_registered,
+    ranks_with_other_settings,
     uneven_inputs,
     sparse_embedding,
     registered_by_ddp,

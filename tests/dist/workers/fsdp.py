@@ -417,6 +417,12 @@ def refused() -> None:
     assert repr(fsdp.PrunedShards(0.05)) == "spccl.fsdp.prune(density=0.05; step 0)"
     with raises(TypeError, f"{who}: got no_such"):
         fsdp.prune(model, no_such=1)
+    with raises(ValueError, f"{who}: hosts='on'", "FSDP2 averages over the shards first"):
+        fsdp.prune(model, hosts="on")
+    with raises(ValueError, f"{who}: sum_density=0.1", "None with FSDP2"):
+        fsdp.prune(model, sum_density=0.1)
+    with raises(ValueError, f"{who}: ranks differ: momentum is 0.0 on ranks 0, 1, 2, 0.5 on rank 3"):
+        fsdp.prune(model, momentum=0.5 if RANK == 3 else 0.0)
     with raises(RuntimeError, "on no model", "spccl.fsdp.prune(model)"):
         fsdp.PrunedShards().load_state_dict({})
     fsdp.prune(model, optimizer=adam, allow_adam=True)
