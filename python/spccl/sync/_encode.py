@@ -1,0 +1,144 @@
+"""The files of a version: what changed, encoded part by part in a buffer of bounded size, and anchors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from spccl.errors import ArgumentError, StateError
+
+from . import _folder, delta
+from ._tensors import Box, flat, frame_dtype
+from .manifest import MASK, Entry, File, Part, file_name
+
+Pairs = Sequence[tuple[torch.Tensor, torch.dtype]]
+
+SLICE_ELEMS = 1 << 16  # of a frame; parts are of whole slices
+_MOST_PART_ELEMS = 1 << 40
+
+
+def boxes(entries: Sequence[Entry], tensors: Sequence[torch.Tensor]) -> list[list[Box]]:
+    """Boxes of whole tensors."""
+    pairs = zip(entries, tensors, strict=True)
+    return [[Box(entry, delta.Place.whole(flat(x)))] if entry.numel else [] for entry, x in pairs]
+
+
+def sum_of(x: torch.Tensor, key: int) -> int:
+    return delta.checksum(flat(x), key) if x.numel() else 0
+
+
+def sum_after(old: Entry, parts: Sequence[Part]) -> int:
+    return (old.sum + sum(part.sum_change for part in parts)) & MASK
+
+
+class Writer:
+    """Writes the files of one version to `folder`.
+
+    `files`: the delta's. `kept`: the frames of the only one of them, still in memory; None if there are several.
+    """
+
+    def __init__(self, folder: Path, key: int, staging_bytes: int):
+        self.folder, self.key, self.staging_bytes = folder, key, staging_bytes
+        self.files: list[File] = []
+        self.kept: torch.Tensor | None = None
+
+    def delta(self, now: Pairs, base: Sequence[torch.Tensor]) -> list[tuple[Part, ...]]:
+        """Encode what differs from the base. Returns the parts of each tensor that changed."""
+        parts: list[list[Part]] = [[] for _ in base]
+        todo = [
+            (place, first, n)
+            for place, x in enumerate(base)
+            for first, n in _cut(x.numel(), frame_dtype(x.dtype), self.staging_bytes)
+        ]
+        device = base[0].device if base else torch.device("cpu")
+        out = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
+        used = 0
+        while todo:
+            n_taken = _fitting(todo, base, self.staging_bytes - used)
+            if n_taken == 0:
+                self._flush(out[:used])
+                used = 0
+                continue
+            taken, todo = todo[:n_taken], todo[n_taken:]
+            flats = _Flats(now, base)
+            sources = [delta.Source(*flats.part(place, first, n), first=first) for place, first, n in taken]
+            frames = delta.encode(sources, self.key, out[used:])
+            for (place, first, n), frame in zip(taken, frames, strict=True):
+                if frame.nnz:
+                    at = used + frame.offset
+                    part = Part(len(self.files), at, frame.bytes, first, n, frame.nnz, frame.sum_change & MASK)
+                    parts[place].append(part)
+            used += -(-(frames[-1].offset + frames[-1].bytes) // 8) * 8
+        is_only = not self.files
+        self._flush(out[:used])
+        self.kept = out if is_only else None
+        return [tuple(found) for found in parts]
+
+    def _flush(self, frames: torch.Tensor) -> None:
+        path = self.folder / file_name("delta", len(self.files) + 1)
+        self.files.append(_folder.write_tensors(path, {"frames": frames.cpu()}))
+
+    def anchor(self, entries: Sequence[Entry], now: Pairs) -> tuple[File, ...]:
+        """Write the tensors themselves, several to a file of at most `staging_bytes` if a tensor is not larger.
+
+        Raises: StateError if a tensor is not what the sums say: something changed it since they were computed.
+        """
+        files: list[File] = []
+        held: dict[int, torch.Tensor] = {}
+
+        def flush() -> None:
+            path = self.folder / file_name("anchor", len(files) + 1)
+            files.append(_folder.write_tensors(path, {entries[i].name: x for i, x in held.items()}, tuple(held)))
+            held.clear()
+
+        n_bytes = 0
+        for place, (entry, (x, dtype)) in enumerate(zip(entries, now, strict=True)):
+            if not entry.numel:
+                continue
+            size = entry.numel * dtype.itemsize
+            if held and n_bytes + size > self.staging_bytes:
+                flush()
+                n_bytes = 0
+            held[place] = x.to(dtype).contiguous().cpu()
+            n_bytes += size
+            if sum_of(held[place], self.key) != entry.sum:
+                raise StateError(f"publisher: tensor {entry.name!r} was changed while it was published")
+        if held:
+            flush()
+        return tuple(files)
+
+
+class _Flats:
+    """Parts of tensors, [n]; of one that is not contiguous by a copy that lives for one call."""
+
+    def __init__(self, now: Pairs, base: Sequence[torch.Tensor]):
+        self.now, self.base = now, base
+        self.copies: dict[int, torch.Tensor] = {}
+
+    def part(self, place: int, first: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.now[place][0]
+        if not x.is_contiguous():
+            x = self.copies.setdefault(place, x.contiguous())
+        return flat(x)[first : first + n], flat(self.base[place])[first : first + n]
+
+
+def _cut(n_elems: int, dtype: torch.dtype, staging_bytes: int) -> list[tuple[int, int]]:
+    """(first, number of elements) of the parts of a tensor. Each fits into half of the buffer, whatever changed."""
+    most = max(SLICE_ELEMS, min(staging_bytes // (4 * dtype.itemsize), _MOST_PART_ELEMS) // SLICE_ELEMS * SLICE_ELEMS)
+    while most > SLICE_ELEMS and delta.bound(most, dtype) > staging_bytes // 2:
+        most = max(SLICE_ELEMS, most // 2 // SLICE_ELEMS * SLICE_ELEMS)
+    least = delta.bound(min(most, n_elems), dtype) if n_elems else 0
+    if least > staging_bytes:
+        raise ArgumentError(f"publisher: staging_bytes={staging_bytes}: wanted at least {least}")
+    return [(first, min(most, n_elems - first)) for first in range(0, n_elems, most)]
+
+
+def _fitting(todo: Sequence[tuple[int, int, int]], base: Sequence[torch.Tensor], room: int) -> int:
+    """How many of the parts fit into `room` bytes, whatever changed in them."""
+    for count, (place, _, n) in enumerate(todo):
+        room -= -(-delta.bound(n, frame_dtype(base[place].dtype)) // 8) * 8
+        if room < 0:
+            return count
+    return len(todo)

@@ -1,0 +1,207 @@
+"""The folder of a run: names, whole files that appear by rename, hashes, safetensors files.
+
+    v000007/manifest.json, delta-00001.safetensors, ..., anchor-00001.safetensors, ...    a version
+    latest            the newest version: number and hash of its manifest
+    publisher.lock    see _lock.py
+    .unfinished-*     what a publisher is writing or removing; the next one removes what is left
+
+A version is written under a name .unfinished-*, synced to the disk, and renamed. `latest` names it after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spccl.errors import FormatError, OutOfMemoryError, SystemCallError, UnsupportedError
+
+from .manifest import MOST_MANIFEST_BYTES, File, Latest, Manifest, parse, parse_latest, sha256
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+UNFINISHED = ".unfinished-"
+LATEST, MANIFEST = "latest", "manifest.json"
+_VERSION = re.compile(r"v([0-9]{6,15})\Z")
+
+
+def version_name(version: int) -> str:
+    return f"v{version:06d}"
+
+
+def versions_in(folder: Path) -> list[int]:
+    """The numbers of the versions whose folders are there."""
+    found = (_VERSION.match(name) for name in os.listdir(folder))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def system_error(who: str, path: Path, error: Exception) -> SystemCallError | OutOfMemoryError:
+    """An error of a system call, or of safetensors, as spccl's."""
+    if isinstance(error, MemoryError):
+        return OutOfMemoryError(f"{who}: {path}: out of memory")
+    made = SystemCallError(f"{who}: {path}: {error}")
+    made.errno = getattr(error, "errno", None)
+    return made
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """A small file. Raises: FormatError if it is none, or longer than `most`; FileNotFoundError."""
+    with _regular(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise FormatError(f"{path}: more than {most} bytes")
+    return data
+
+
+@contextlib.contextmanager
+def _regular(path: Path) -> Iterator[object]:
+    """A file for reading; a pipe or a device, which might never end, is refused."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise FormatError(f"{path}: not a regular file")
+        yield file
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """A small file, synced to the disk."""
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Names in a folder reach the disk."""
+    opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def replace_latest(folder: Path, latest: Latest) -> None:
+    made = folder / f"{UNFINISHED}latest"
+    made.unlink(missing_ok=True)
+    write_bytes(made, latest.dump())
+    os.replace(made, folder / LATEST)
+
+
+def remove_version(folder: Path, version: int) -> None:
+    """A version's folder. It goes under its name at once, so that no reader finds half of it."""
+    gone = folder / f"{UNFINISHED}gone-{version_name(version)}"
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(folder / version_name(version), gone)
+    shutil.rmtree(gone)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """What earlier publishers of this folder left. Only the holder of the lock may call it."""
+    for name in os.listdir(folder):
+        if name.startswith(UNFINISHED):
+            path = folder / name
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+
+
+def read_latest(folder: Path) -> Latest | None:
+    """None: no version was published yet. Raises: FormatError, SystemCallError."""
+    path = folder / LATEST
+    try:
+        return parse_latest(str(path), read_bytes(path, 4096))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise system_error("sync", path, error) from error
+
+
+def read_manifest(folder: Path, version: int, wanted: str) -> Manifest:
+    """Args: wanted: the hash that the next version or `latest` says.
+    Raises: FormatError if the manifest is missing, has another hash, or breaks a rule."""
+    path = folder / version_name(version) / MANIFEST
+    try:
+        data = read_bytes(path, MOST_MANIFEST_BYTES)
+    except FileNotFoundError as error:
+        raise FormatError(f"{path}: missing: the folder is not copied whole, or the version was removed") from error
+    except OSError as error:
+        raise system_error("sync", path, error) from error
+    found = sha256(data)
+    if found != wanted:
+        raise FormatError(
+            f"{path}: its SHA-256 is {found[:16]}..., wanted {wanted[:16]}...: damaged, or of another run"
+        )
+    manifest = parse(str(path), data)
+    if manifest.version != version:
+        raise FormatError(f"{path}: is version {manifest.version}")
+    return manifest
+
+
+def check_file(folder: Path, version: int, file: File) -> None:
+    """Raises: FormatError if a version's file is missing, or has another size or hash than its manifest says."""
+    path = folder / version_name(version) / file.name
+    try:
+        with _regular(path) as opened:
+            n_bytes = os.fstat(opened.fileno()).st_size
+            found = hashlib.file_digest(opened, "sha256").hexdigest() if n_bytes == file.bytes else None
+    except FileNotFoundError as error:
+        raise FormatError(f"{path}: missing: the folder is not copied whole, or the version was removed") from error
+    except OSError as error:
+        raise system_error("sync", path, error) from error
+    if found is None:
+        raise FormatError(f"{path}: {n_bytes} bytes, wanted {file.bytes}: cut short, or not copied whole")
+    if found != file.sha256:
+        raise FormatError(f"{path}: its SHA-256 is {found[:16]}..., wanted {file.sha256[:16]}...: damaged")
+
+
+def need_safetensors() -> None:
+    """Raises: UnsupportedError that says what to install."""
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise UnsupportedError(f'spccl.sync needs safetensors: pip install "safetensors>=0.8" ({error})') from error
+    if not hasattr(safetensors, "TensorSpec"):
+        found = f"this is {safetensors.__version__}"
+        raise UnsupportedError(f'spccl.sync needs safetensors 0.8 or later, {found}: pip install "safetensors>=0.8"')
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor], places: tuple[int, ...] = ()) -> File:
+    """A safetensors file, synced to the disk and read back for its hash. Args: places: `File.tensors`."""
+    import safetensors
+    import safetensors.torch
+
+    try:
+        safetensors.torch.save_file(tensors, path)
+        os.chmod(path, 0o666 & os.stat(path.parent).st_mode)  # safetensors makes it readable for this user alone
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open(opened, "rb") as file:
+            os.fsync(opened)
+            return File(path.name, os.fstat(opened).st_size, hashlib.file_digest(file, "sha256").hexdigest(), places)
+    except (OSError, safetensors.SafetensorError, MemoryError) as error:
+        raise system_error("publisher", path, error) from error
+
+
+@contextlib.contextmanager
+def open_tensors(path: Path) -> Iterator[object]:
+    """A safetensors file of which `get_tensor` reads one tensor. It is read, not mapped: a mapped file that is cut
+    short meanwhile would end the process.
+
+    Raises: FormatError for whatever safetensors refuses, also in the block.
+    """
+    import safetensors
+
+    try:
+        with safetensors.safe_open(path, "pt", backend="pread") as file:
+            yield file
+    except (safetensors.SafetensorError, FileNotFoundError) as error:
+        raise FormatError(f"{path}: {error}") from error
+    except OSError as error:
+        if isinstance(error, SystemCallError):
+            raise
+        raise system_error("sync", path, error) from error

@@ -1,0 +1,199 @@
+"""What a subscriber has read and checked, and how that gets into its tensors: whole, or not at all.
+
+A small change lies in memory with the old values, so it can be undone. A large one, and an anchor, are read from the
+disk file by file while they are written; if that fails, the tensors hold neither version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from spccl.errors import FormatError, MismatchError
+
+from . import _folder, delta
+from ._route import Step
+from ._tensors import Box, bits, dtype_name, flat
+from .manifest import MASK, Part
+
+Boxes = Sequence[Sequence[Box]]  # of each tensor
+
+
+@dataclasses.dataclass
+class Change:
+    """Frames of a version, and the places that they go to. `old`: the values before, once `check` has read them."""
+
+    step: Step
+    targets: list[delta.Target]
+    parts: list[tuple[Box, Part]]  # of each target
+    changes: list[int] = dataclasses.field(default_factory=list)
+    old: torch.Tensor | None = None
+
+    def check(self, keep_old: bool) -> None:
+        """Read the old values, and compare what the sums become with the manifest. Writes nothing to the tensors.
+
+        Raises: MismatchError, FormatError that name the tensor and the version.
+        """
+        if not self.targets:
+            return
+        where = f"subscriber: version {self.step.version}"
+        if keep_old:
+            dst = self.parts[0][0].place.dst
+            self.old = torch.empty(delta.old_bytes(self.targets), dtype=torch.uint8, device=dst.device)
+        try:
+            self.changes = delta.check(self.targets, self.step.manifest.key, self.old)
+        except FormatError as error:
+            raise FormatError(f"{where}: {self._named(str(error))}") from error
+        for (box, part), change in zip(self.parts, self.changes, strict=True):
+            if box.is_whole and change != part.sum_change:
+                raise MismatchError(
+                    f"{where}: tensor {box.entry.name!r}: elements {part.first} to {part.first + part.n_elems} are not "
+                    f"those of version {self.step.version - 1}: something else wrote to them"
+                )
+
+    def _named(self, text: str) -> str:
+        """The text of an error of delta.py, with the tensor's name in place of its number."""
+        return re.sub(r"targets\[(\d+)\]", lambda m: f"tensor {self.parts[int(m[1])][0].entry.name!r}", text, count=1)
+
+    def apply(self) -> None:
+        if self.targets:
+            delta.apply(self.targets)
+
+    def undo(self) -> None:
+        if self.targets:
+            delta.undo(self.targets, self.old)
+
+    def count(self, sign: int = 1) -> None:
+        """The sums of the boxes follow."""
+        for (box, _), change in zip(self.parts, self.changes, strict=True):
+            box.sum = (box.sum + sign * change) & MASK
+
+
+def read_change(folder: Path, step: Step, boxes: Boxes, files: Sequence[int] | None = None) -> Change:
+    """The frames of a version, of all its files or of some."""
+    frames: dict[int, torch.Tensor] = {}
+    for place in range(len(step.manifest.delta)) if files is None else files:
+        frames[place] = _read_frames(folder, step, place, _device(boxes))
+    return change_of(step, boxes, frames)
+
+
+def change_of(step: Step, boxes: Boxes, frames: Mapping[int, torch.Tensor]) -> Change:
+    """A version's change. Args: frames: those of a delta file, by its place."""
+    change = Change(step, [], [])
+    for entry, places in zip(step.manifest.tensors, boxes, strict=True):
+        for part in entry.parts:
+            if part.file not in frames:
+                continue
+            frame = frames[part.file][part.offset : part.offset + part.bytes]
+            for box in places:
+                change.targets.append(
+                    delta.Target(frame, part.n_elems, box.place.dst.dtype, [box.place], first=part.first)
+                )
+                change.parts.append((box, part))
+    return change
+
+
+def _device(boxes: Boxes) -> torch.device:
+    return next((box.place.dst.device for places in boxes for box in places), torch.device("cpu"))
+
+
+def _read_frames(folder: Path, step: Step, place: int, device: torch.device) -> torch.Tensor:
+    file = step.manifest.delta[place]
+    path = folder / _folder.version_name(step.version) / file.name
+    with _folder.open_tensors(path) as opened:
+        frames = opened.get_tensor("frames")
+    ends = [part.offset + part.bytes for entry in step.manifest.tensors for part in entry.parts if part.file == place]
+    if frames.dtype != torch.uint8 or frames.dim() != 1 or frames.numel() < max(ends, default=0):
+        raise FormatError(
+            f"{path}: tensor frames is {dtype_name(frames.dtype)} {list(frames.shape)}, wanted more bytes"
+        )
+    return frames.to(device)
+
+
+def check_files(folder: Path, route: Sequence[Step]) -> None:
+    """Sizes and hashes of all files of a route."""
+    for step in route:
+        for file in step.manifest.anchor if step.from_anchor else step.manifest.delta:
+            _folder.check_file(folder, step.version, file)
+
+
+def small_bytes(route: Sequence[Step]) -> int:
+    """Bytes that the frames of a route and the old values of one place of each tensor take."""
+    old = (p.nnz * _itemsize(e.dtype) for step in route for e in step.manifest.tensors for p in e.parts)
+    return sum(step.manifest.delta_bytes for step in route) + sum(old)
+
+
+def _itemsize(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)
+
+
+def commit_small(changes: Sequence[Change], begun: list[Change]) -> None:
+    """Apply all changes. The first is checked already; each later one is checked where the one before left off.
+
+    Args: begun: gets each change before it is applied. If this raises, the caller undoes these.
+    """
+    for place, change in enumerate(changes):
+        if place:
+            change.check(keep_old=True)
+        begun.append(change)
+        change.apply()
+    for change in changes:
+        change.count()
+
+
+def undo_all(changes: Sequence[Change]) -> None:
+    for change in reversed(changes):
+        change.undo()
+
+
+def commit_large(folder: Path, route: Sequence[Step], boxes: Boxes) -> None:
+    """Write a route to the tensors file by file. If this raises, they hold a mixture."""
+    for step in route:
+        if step.from_anchor:
+            _write_anchor(folder, step, boxes)
+            continue
+        for place in range(len(step.manifest.delta)):
+            change = read_change(folder, step, boxes, [place])
+            change.check(keep_old=False)
+            change.apply()
+            change.count()
+
+
+def _write_anchor(folder: Path, step: Step, boxes: Boxes) -> None:
+    """Each tensor is compared with the manifest's sum, written, and read back."""
+    for path, place, x in _anchor_tensors(folder, step):
+        entry = step.manifest.tensors[place]
+        if (dtype_name(x.dtype), tuple(x.shape)) != (entry.dtype, entry.shape):
+            raise FormatError(f"{path}: tensor {entry.name!a} is {dtype_name(x.dtype)} {list(x.shape)}")
+        if delta.checksum(flat(x), step.manifest.key) != entry.sum:
+            raise FormatError(f"{path}: tensor {entry.name!a} has another sum than the manifest says")
+        for box in boxes[place]:
+            wanted = box.of(x.to(box.place.dst.device))
+            box.view().copy_(wanted)
+            if not torch.equal(bits(box.view()), bits(wanted)):
+                raise MismatchError(f"subscriber: version {step.version}: tensor {entry.name!r} was not written right")
+            box.sum = entry.sum if box.is_whole else box.read_sum(step.manifest.key)
+
+
+def _anchor_tensors(folder: Path, step: Step) -> Iterator[tuple[Path, int, torch.Tensor]]:
+    for file in step.manifest.anchor:
+        path = folder / _folder.version_name(step.version) / file.name
+        with _folder.open_tensors(path) as opened:
+            for place in file.tensors:
+                yield path, place, opened.get_tensor(step.manifest.tensors[place].name)
+
+
+def check_sums(version: int, key: int, boxes: Boxes) -> None:
+    """Read all tensors. Raises: MismatchError that names the first one that is not what the version says."""
+    for places in boxes:
+        for box in places:
+            found = box.read_sum(key)
+            if found != box.sum or (box.is_whole and found != box.entry.sum):
+                raise MismatchError(
+                    f"subscriber: version {version}: tensor {box.entry.name!r} has sum {found:016x}, wanted "
+                    f"{box.sum:016x}: something else wrote to it"
+                )

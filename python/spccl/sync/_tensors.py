@@ -1,0 +1,227 @@
+"""Named tensors of a model, in what spccl.sync needs: names and ties, bits, the places where a receiver has them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from spccl._pruning.hook_state import plain_name
+from spccl.errors import ArgumentError, MismatchError, UnsupportedError
+
+from . import delta
+from .manifest import DTYPES, MASK, Entry
+
+if TYPE_CHECKING:
+    from .delta import Place
+
+Tensors = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_IN_FRAMES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, *_INTS.values())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def frame_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor's frames: its own, or integers of its size."""
+    return dtype if dtype in _IN_FRAMES else _INTS[dtype.itemsize]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, for comparing."""
+    return x.view(_INTS[x.dtype.itemsize])
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as delta.py takes it: the same memory, [numel]."""
+    return x.detach().view(frame_dtype(x.dtype)).reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A tensor, and all its names. `tensor` may be a parameter: a model may give it other memory later."""
+
+    name: str
+    also: tuple[str, ...]
+    tensor: torch.Tensor
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.name, *self.also
+
+
+def named_tensors(who: str, given: Tensors) -> list[Named]:
+    """Parameters and saved buffers of a model, or tensors by name. What lies in the same memory comes once.
+
+    Raises: ArgumentError that names the tensor, UnsupportedError for tensors that are not dense or of several devices.
+    """
+    pairs = _of_model(given) if isinstance(given, torch.nn.Module) else given
+    names: dict[tuple[object, ...], list[str]] = {}  # of each memory
+    tensors: dict[tuple[object, ...], torch.Tensor] = {}
+    for name, x in pairs:
+        _check(who, name, x)
+        tie = (x.data_ptr(), x.dtype, x.shape, x.stride()) if x.numel() else ("empty", name)
+        names.setdefault(tie, []).append(name)
+        tensors[tie] = x
+    result = [Named(found[0], tuple(found[1:]), tensors[tie]) for tie, found in names.items()]
+    everything = [name for one in result for name in one.names]
+    if len(set(everything)) != len(everything):
+        raise ArgumentError(f"{who}: two tensors have the same name")
+    if not result:
+        raise ArgumentError(f"{who}: no tensors")
+    devices = {one.tensor.device for one in result}
+    if len(devices) > 1:
+        raise UnsupportedError(f"{who}: tensors on {', '.join(sorted(map(str, devices)))}, wanted one device")
+    return result
+
+
+def _of_model(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and saved buffers. Not those of state_dict(), because its hooks may give copies."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        saved = [(n, x) for n, x in module._buffers.items() if n not in module._non_persistent_buffers_set]
+        for name, x in [*module._parameters.items(), *saved]:
+            if x is not None:
+                yield plain_name(f"{prefix}.{name}" if prefix else name), x
+
+
+def kept(given: Tensors) -> torch.nn.Module | list[tuple[str, torch.Tensor]]:
+    """What `named_tensors` can be given again and again."""
+    return given if isinstance(given, torch.nn.Module) else list(given.items() if isinstance(given, Mapping) else given)
+
+
+def _check(who: str, name: object, x: object) -> None:
+    if not isinstance(name, str) or not 0 < len(name) <= 4096 or "\0" in name:
+        raise ArgumentError(f"{who}: {name!r} is no name")
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentError(f"{who}: {name} is a {type(x).__name__}, wanted a tensor")
+    if type(x).__name__ == "DTensor" or x.layout != torch.strided or x.device.type == "meta":
+        raise UnsupportedError(
+            f"{who}: {name} is sharded, sparse or without memory: give a dense tensor of this process"
+        )
+    if dtype_name(x.dtype) not in DTYPES:
+        raise UnsupportedError(f"{who}: {name} has dtype {x.dtype}, wanted one of {', '.join(DTYPES)}")
+
+
+def require_apart(who: str, tensors: Sequence[Named]) -> None:
+    """Raises: ArgumentError if two receivers share a part of their memory: one would overwrite the other."""
+    spans = sorted((one.tensor.data_ptr(), one.tensor.numel() * one.tensor.itemsize, one.name) for one in tensors)
+    spans = [span for span in spans if span[1]]
+    for (start, n_bytes, name), (other, _, other_name) in itertools.pairwise(spans):
+        if other < start + n_bytes:
+            raise ArgumentError(f"{who}: {name} and {other_name} share memory, but are not the same tensor")
+
+
+class Box:
+    """A place of a tensor at a receiver, and the sum of what lies there. `place.dst` has the dtype of the frames."""
+
+    def __init__(self, entry: Entry, place: Place):
+        self.entry, self.place = entry, place
+        self.is_whole = place.n_rows * place.n_cols == entry.numel
+        self.sum = 0
+
+    def view(self) -> torch.Tensor:
+        """The memory of the receiver, [n_rows, n_cols]."""
+        p = self.place
+        return p.dst.as_strided((p.n_rows, p.n_cols), (p.dst_row_elems, 1), p.dst.storage_offset())
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """The box of a whole contiguous tensor, [n_rows, n_cols]."""
+        p = self.place
+        rows = flat(x).view(-1, p.row_elems)
+        return rows[p.row_first : p.row_first + p.n_rows, p.col_first : p.col_first + p.n_cols]
+
+    def read_sum(self, key: int) -> int:
+        """The sum of what lies here now."""
+        p, view = self.place, self.view()
+        first = p.row_first * p.row_elems + p.col_first
+        if p.n_cols == p.row_elems == p.dst_row_elems or p.n_rows == 1:
+            return delta.checksum(view.reshape(-1), key, first)
+        rows = (delta.checksum(row, key, first + i * p.row_elems) for i, row in enumerate(view))
+        return sum(rows) & MASK
+
+
+def boxes_of_model(who: str, entries: Sequence[Entry], tensors: Sequence[Named]) -> list[list[Box]]:
+    """Boxes of each entry where the receiver has the publisher's names and shapes.
+
+    Raises: MismatchError that names the tensor.
+    """
+    mine = {name: one for one in tensors for name in one.names}
+    theirs = {name: entry for entry in entries for name in (entry.name, *entry.also)}
+    for name in [*theirs, *mine]:
+        if name not in mine or name not in theirs:
+            has, lacks = ("publisher", "receiver") if name in theirs else ("receiver", "publisher")
+            raise MismatchError(f"{who}: tensor {name!r}: the {has} has it, the {lacks} does not")
+    owner: dict[str, str] = {}
+    result = []
+    for entry in entries:
+        boxes = {}
+        for name in (entry.name, *entry.also):
+            one = mine[name]
+            x = one.tensor.detach()
+            if (dtype_name(x.dtype), tuple(x.shape)) != (entry.dtype, entry.shape):
+                got = f"{dtype_name(x.dtype)} {list(x.shape)}"
+                raise MismatchError(
+                    f"{who}: tensor {name!r} is {got}, the publisher's {entry.dtype} {list(entry.shape)}"
+                )
+            if owner.setdefault(one.name, entry.name) != entry.name:
+                raise MismatchError(
+                    f"{who}: tensors {one.name!r} and {name!r} are one here, the publisher's are two: they may differ"
+                )
+            if not x.is_contiguous():
+                raise UnsupportedError(f"{who}: tensor {name!r} is not contiguous: make it so, or pass places=")
+            if entry.numel:
+                boxes[one.name] = Box(entry, delta.Place.whole(flat(x)))
+        result.append(list(boxes.values()))
+    return result
+
+
+def boxes_of_plan(who: str, entries: Sequence[Entry], plan: Any) -> list[list[Box]]:
+    """Boxes of each entry by a plan: a mapping of each name to its places, none if this rank has no part of it.
+
+    Raises: MismatchError that names the tensor.
+    """
+    theirs = {name for entry in entries for name in (entry.name, *entry.also)}
+    unknown = sorted(set(plan) - theirs)
+    if unknown:
+        raise MismatchError(f"{who}: tensor {unknown[0]!r}: the plan has it, the publisher does not")
+    result = []
+    for entry in entries:
+        known = [name for name in (entry.name, *entry.also) if name in plan]
+        if not known and entry.numel:
+            raise MismatchError(f"{who}: tensor {entry.name!r}: the publisher has it, the plan does not")
+        boxes = {}
+        for name in known:
+            for place in plan[name]:
+                _check_place(f"{who}: tensor {name!r}", entry, place)
+                in_frames = dataclasses.replace(place, dst=place.dst.detach().view(frame_dtype(place.dst.dtype)))
+                boxes[place.dst.data_ptr(), place.row_first, place.col_first] = Box(entry, in_frames)
+        result.append(list(boxes.values()) if entry.numel else [])
+    return result
+
+
+def _check_place(who: str, entry: Entry, place: Place) -> None:
+    if dtype_name(place.dst.dtype) != entry.dtype:
+        raise MismatchError(f"{who} is {dtype_name(place.dst.dtype)}, the publisher's {entry.dtype}")
+    rows = entry.numel // place.row_elems if place.row_elems > 0 else -1
+    fits = (
+        rows * place.row_elems == entry.numel
+        and 0 <= place.row_first <= place.row_first + place.n_rows <= rows
+        and 0 <= place.col_first <= place.col_first + place.n_cols <= place.row_elems
+        and place.n_cols <= place.dst_row_elems
+        and place.n_rows * place.n_cols > 0
+    )
+    if not fits:
+        raise MismatchError(
+            f"{who}: a place of {place.n_rows} x {place.n_cols} elements does not lie in {list(entry.shape)}"
+        )
+
+
+def total_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(math.prod(x.shape) * x.itemsize for x in tensors)

@@ -1,0 +1,275 @@
+"""`Subscriber`: a receiver of the versions that a `Publisher` writes to a folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spccl.errors import ArgumentError, FormatError, MismatchError, StateError, TimeoutError
+
+from . import _folder, _route, _staged
+from ._tensors import Box, Named, Tensors, boxes_of_model, boxes_of_plan, kept, named_tensors, require_apart
+from .manifest import Entry, Latest
+
+LEAST_STAGING_BYTES = 4 << 20
+_LEAST_POLL_S, _MOST_POLL_S = 0.02, 1.0
+
+
+class Subscriber:
+    """Puts the versions of a folder into a model, bit for bit, in place.
+
+        pull = spccl.sync.Subscriber("/shared/run1", model)
+        version = pull.apply()
+
+    `apply` is `stage`, which reads and checks and changes no tensor, and `commit`, which writes. Between the two the
+    workers of one replica can vote. A change of at most `staging_bytes` lies in memory and is written whole or not at
+    all. A larger one and an anchor are checked on the disk first; if writing them fails, `synced` is False, the tensors
+    hold a mixture, and the next `apply` begins with an anchor.
+
+    Args:
+        folder: of the publisher.
+        tensors: a model, or tensors by name, with the publisher's names, shapes and (wire) dtypes, contiguous. Not read
+            if there are `places`.
+        places: for receivers that rename, fuse or shard: a mapping of each of the publisher's names to a list of
+            `Place`; several: the tensor is there several times, none: not on this rank.
+        staging_bytes: the most bytes of frames and old values in memory; None: 1/8 of the tensors, at least 4 MiB.
+        before_read: called with the folder's path before each `stage`, for example to copy from object storage.
+
+    One thread at a time. Source: docs/SYNC.md.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        tensors: Tensors | None = None,
+        *,
+        places: Mapping[str, Sequence[Any]] | None = None,
+        staging_bytes: int | None = None,
+        before_read: Callable[[Path], object] | None = None,
+    ):
+        _folder.need_safetensors()
+        self.folder = Path(folder)
+        self.before_read = before_read
+        self._plan = places
+        self._given: Any = None
+        if places is None:
+            if tensors is None:
+                raise ArgumentError("subscriber: neither tensors nor places")
+            self._given = kept(tensors)
+            n_bytes = sum(one.tensor.numel() * one.tensor.itemsize for one in self._named())
+        else:
+            n_bytes = sum(p.n_rows * p.n_cols * p.dst.itemsize for found in places.values() for p in found)
+        self.staging_bytes = max(n_bytes // 8, LEAST_STAGING_BYTES) if staging_bytes is None else staging_bytes
+        self._have: _route.Have | None = None
+        self._key = 0
+        self._boxes: list[list[Box]] = []
+        self._staged: tuple[list[_route.Step], list[_staged.Change] | None, list[list[Box]]] | None = None
+        self._undo: tuple[_route.Have, list[_staged.Change]] | None = None
+
+    def _named(self) -> list[Named]:
+        """The tensors as they are now: a model may have other parameters than before."""
+        found = named_tensors("subscriber", self._given)
+        require_apart("subscriber", found)
+        return found
+
+    @property
+    def version(self) -> int | None:
+        """The version in the tensors; None: none yet, or a mixture."""
+        return None if self._have is None else self._have.version
+
+    @property
+    def synced(self) -> bool:
+        """Whether the tensors hold a version. Replicas that do not must not serve."""
+        return self._have is not None
+
+    def apply(self, version: int | None = None, *, timeout_s: float = 0.0) -> int:
+        """Put a version into the tensors. Returns its number.
+
+        Args:
+            version: None: the newest.
+            timeout_s: how long to wait for it to be published.
+        Raises: as `stage` and `commit`.
+        """
+        self.stage(version, timeout_s=timeout_s)
+        return self.commit()
+
+    def stage(self, version: int | None = None, *, timeout_s: float = 0.0) -> int:
+        """Read and check a version. No tensor changes. Returns its number. The version staged before is dropped.
+
+        Raises: StateError if there is no version yet; ArgumentError if the folder does not have this one; TimeoutError;
+            FormatError for what is missing or damaged in the folder; MismatchError that names a tensor of another name,
+            shape or dtype, or one that something else has changed; SystemCallError.
+        """
+        self.abandon()
+        self._undo = None
+        if self.before_read is not None:
+            self.before_read(self.folder)
+        latest = self._wait(version, timeout_s)
+        for _ in range(3):
+            try:
+                return self._stage(latest, latest.version if version is None else version)
+            except FormatError:
+                newer = _folder.read_latest(self.folder)
+                if version is not None or newer is None or newer == latest:
+                    raise
+                latest = newer  # the publisher removed what was being read
+        return self._stage(latest, latest.version)
+
+    def _wait(self, version: int | None, timeout_s: float) -> Latest:
+        deadline, pause_s = time.monotonic() + timeout_s, _LEAST_POLL_S
+        while True:
+            latest = _folder.read_latest(self.folder)
+            if latest is not None and (version is None or latest.version >= version):
+                return latest
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+            pause_s = min(2 * pause_s, _MOST_POLL_S)
+            if self.before_read is not None:
+                self.before_read(self.folder)
+        if timeout_s > 0:
+            newest = "none" if latest is None else str(latest.version)
+            wanted = "a version" if version is None else f"version {version}"
+            raise TimeoutError(
+                f"subscriber: {self.folder}: waited {timeout_s:g} s for {wanted}, the newest is {newest}"
+            )
+        return _route.require_latest(self.folder, latest)
+
+    def _stage(self, latest: Latest, version: int) -> int:
+        route = _route.find_route(self.folder, latest, version, self._have)
+        if not route:
+            self._staged = ([], [], self._boxes)
+            return version
+        _route.require_chain(self.folder, route, self._have)
+        boxes = self._find_boxes(route[0].manifest.tensors)
+        _staged.check_files(self.folder, route)
+        changes = None
+        if not route[0].from_anchor and _staged.small_bytes(route) <= self.staging_bytes:
+            changes = [_staged.read_change(self.folder, step, boxes) for step in route]
+            changes[0].check(keep_old=True)
+        self._staged = route, changes, boxes
+        return version
+
+    def _find_boxes(self, entries: Sequence[Entry]) -> list[list[Box]]:
+        """Where the tensors are now, with the sums of what they hold."""
+        if self._plan is None:
+            boxes = boxes_of_model("subscriber", entries, self._named())
+        else:
+            boxes = boxes_of_plan("subscriber", entries, self._plan)
+        if self._have is not None and [e.kind for e in self._have.entries] == [e.kind for e in entries]:
+            for before, now in zip(self._boxes, boxes, strict=True):
+                for old, new in zip(before, now, strict=True):
+                    new.sum = old.sum
+        return boxes
+
+    def abandon(self) -> None:
+        """Drop what is staged."""
+        self._staged = None
+
+    @torch.inference_mode()  # so that weights that were made in that mode can be written
+    def commit(self) -> int:
+        """Write what is staged to the tensors. Returns the version.
+
+        Raises: StateError if nothing is staged. MismatchError, DeviceError and others: after a change in memory the
+            tensors are as before; after a large one or an anchor `synced` is False.
+        """
+        if self._staged is None:
+            raise StateError("subscriber: commit without stage")
+        (route, changes, boxes), self._staged = self._staged, None
+        if not route:
+            return int(self._have.version)
+        before = self._have
+        self._have = None  # while this writes, and if it fails
+        if changes is None:
+            _staged.commit_large(self.folder, route, boxes)
+        else:
+            begun: list[_staged.Change] = []
+            try:
+                _staged.commit_small(changes, begun)
+            except BaseException:
+                _staged.undo_all(begun)
+                self._have = before
+                raise
+            self._undo = before, changes
+        self._finish(route[-1], boxes, read_all=changes is None)
+        return route[-1].version
+
+    def _finish(self, step: _route.Step, boxes: list[list[Box]], read_all: bool) -> None:
+        """The boxes hold the version of `step`. After a large change that is read back whole."""
+        for entry, places in zip(step.manifest.tensors, boxes, strict=True):
+            for box in places:
+                box.entry = entry
+        if read_all:
+            _staged.check_sums(step.version, step.manifest.key, boxes)
+        self._have, self._boxes, self._key = step.have, boxes, step.manifest.key
+
+    @torch.inference_mode()
+    def rollback(self) -> int:
+        """Undo the last `commit`, until the next `stage`. Returns the version that the tensors hold again.
+
+        Raises: StateError if the commit was of an anchor or a large change, or there was none.
+        """
+        if self._undo is None:
+            raise StateError(
+                "subscriber: nothing to roll back: no commit, or one that was too large to keep old values"
+            )
+        (before, changes), self._undo = self._undo, None
+        self._have = None
+        _staged.undo_all(changes)
+        for change in changes:
+            change.count(-1)
+        self._have = before
+        for entry, places in zip(before.entries, self._boxes, strict=True):
+            for box in places:
+                box.entry = entry
+        return before.version
+
+    def verify(self) -> int:
+        """Read all tensors and compare them with what the version says. Returns the version.
+
+        Raises: MismatchError that names a tensor; `synced` is then False. StateError if there is no version.
+        """
+        if self._have is None:
+            raise StateError("subscriber: verify: the tensors hold no version")
+        version, have, self._have = self._have.version, self._have, None
+        _staged.check_sums(version, self._key, self._boxes)
+        self._have = have
+        return version
+
+    def adopt(self, version: int | None = None) -> int:
+        """Say that the tensors hold a version already, because they were loaded by other means. They are read whole.
+
+        A tensor of which this rank has only a part is not compared here: see `sums`.
+        Raises: as `stage`; MismatchError that names a tensor with other bits.
+        """
+        self.abandon()
+        latest = _route.require_latest(self.folder, _folder.read_latest(self.folder))
+        route = _route.find_route(self.folder, latest, latest.version if version is None else version, None)
+        self._have = self._undo = None
+        boxes = self._find_boxes(route[-1].manifest.tensors)
+        for entry, places in zip(route[-1].manifest.tensors, boxes, strict=True):
+            for box in places:
+                box.sum = box.read_sum(route[-1].manifest.key)
+                if box.is_whole and box.sum != entry.sum:
+                    raise MismatchError(f"subscriber: tensor {entry.name!r} is not that of version {route[-1].version}")
+        self._finish(route[-1], boxes, read_all=False)
+        return route[-1].version
+
+    def sums(self) -> dict[str, tuple[int, int]]:
+        """Of each tensor that lies here in parts: (sum of the elements here, sum of the whole tensor).
+
+        The sums of all parts of a tensor, each part counted once, add up to the whole one's modulo 2^64. Ranks of a
+        tensor-parallel group add theirs and `rollback` if they differ.
+        """
+        if self._have is None:
+            raise StateError("subscriber: sums: the tensors hold no version")
+        parts = ((entry, places) for entry, places in zip(self._have.entries, self._boxes, strict=True))
+        return {
+            entry.name: (sum(box.sum for box in places) % (1 << 64), entry.sum)
+            for entry, places in parts
+            if places and not any(box.is_whole for box in places)
+        }
