@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="spccl.sync is for torch tensors, and none is installed")
 pytest.importorskip("safetensors", reason="spccl.sync writes safetensors files, and it is not installed")
 
+import safetensors  # noqa: E402
 from sync_runs import Net, change, edit, in_child, published, received, state  # noqa: E402
 
 import spccl  # noqa: E402
@@ -308,6 +310,18 @@ def test_versions_removed_while_they_are_read(tmp_path, monkeypatch):
         monkeypatch.setattr(_staged, "check_files", late)
         assert pull.apply() == 2
     assert state(copy) == state(net)
+
+
+def test_without_safetensors(tmp_path, monkeypatch):
+    """Both say what to install, before anything is made."""
+    monkeypatch.delattr(safetensors, "TensorSpec")
+    for make in (lambda: Publisher(tmp_path / "run", Net()), lambda: Subscriber(tmp_path / "run", Net())):
+        with pytest.raises(spccl.UnsupportedError, match=r"needs safetensors 0.8 or later, this is .*pip install"):
+            make()
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(spccl.UnsupportedError, match=r'spccl.sync needs safetensors: pip install "safetensors'):
+        Publisher(tmp_path / "run", Net())
+    assert not (tmp_path / "run").exists()
 
 
 def test_arguments(tmp_path):

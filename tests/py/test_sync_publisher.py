@@ -56,7 +56,8 @@ def in_memory():
         yield Path(folder)
 
 
-def test_publisher_killed_between_any_two_calls(in_memory):
+@pytest.mark.parametrize("first", [0, 1])  # every second call: two tests for two processes
+def test_publisher_killed_between_any_two_calls(in_memory, first):
     """A folder of three versions, a publisher that writes delta and anchor and removes old versions, killed at each
     call in turn: receivers, new ones and one that has version 3, see version 3 or 4 whole, and the next publisher goes
     on."""
@@ -65,7 +66,7 @@ def test_publisher_killed_between_any_two_calls(in_memory):
     change(net, 7)
     states.append(state(net))
     seen = set()
-    for n in range(500):
+    for n in range(first, 500, 2):
         folder = in_memory / f"at-{n}"
         shutil.copytree(old, folder)
         has_3 = Net(5, width=4)
