@@ -89,6 +89,22 @@ def test_a_shard_of_columns_and_a_copy() -> None:
         delta.check([delta.Target(target.frame, 48, torch.int32, [delta.Place.whole(base.clone()), places[1]])], KEY)
 
 
+def test_packed_targets() -> None:
+    """Packed once, used for all calls; with the key that they were packed with."""
+    base = torch.arange(70000, dtype=torch.int16)
+    live, x = base.clone(), changed(base, [3, 69999])
+    (frame,), out = encode((x, base))
+    targets = delta.Packed([delta.Target(part(out, frame), 70000, live.dtype, [delta.Place.whole(live)])], KEY)
+    old = torch.zeros(delta.old_bytes(targets), dtype=torch.uint8)
+    assert delta.check(targets, KEY, old) == [frame.sum_change]
+    delta.apply(targets)
+    assert torch.equal(live, x)
+    delta.undo(targets, old)
+    assert torch.equal(live, base)
+    with pytest.raises(spccl.ArgumentError, match=f"check: key 7; wanted {KEY}"):
+        delta.check(targets, 7)
+
+
 def test_refusals_name_the_entry() -> None:
     x = torch.zeros(10, 4)
     (frame,), out = encode((changed(x, [5]), x))

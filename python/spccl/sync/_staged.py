@@ -28,7 +28,7 @@ class Change:
     """Frames of a version, and the places that they go to. `old`: the values before, once `check` has read them."""
 
     step: Step
-    targets: list[delta.Target]
+    targets: delta.Packed
     parts: list[tuple[Box, Part]]  # of each target
     changes: list[int] = dataclasses.field(default_factory=list)
     old: torch.Tensor | None = None
@@ -38,7 +38,7 @@ class Change:
 
         Raises: MismatchError, FormatError that name the tensor and the version.
         """
-        if not self.targets:
+        if not self.parts:
             return
         where = f"subscriber: version {self.step.version}"
         if keep_old:
@@ -60,11 +60,11 @@ class Change:
         return re.sub(r"targets\[(\d+)\]", lambda m: f"tensor {self.parts[int(m[1])][0].entry.name!r}", text, count=1)
 
     def apply(self) -> None:
-        if self.targets:
+        if self.parts:
             delta.apply(self.targets)
 
     def undo(self) -> None:
-        if self.targets:
+        if self.parts:
             delta.undo(self.targets, self.old)
 
     def count(self, sign: int = 1) -> None:
@@ -83,18 +83,17 @@ def read_change(folder: Path, step: Step, boxes: Boxes, files: Sequence[int] | N
 
 def change_of(step: Step, boxes: Boxes, frames: Mapping[int, torch.Tensor]) -> Change:
     """A version's change. Args: frames: those of a delta file, by its place."""
-    change = Change(step, [], [])
+    targets: list[delta.Target] = []
+    parts: list[tuple[Box, Part]] = []
     for entry, places in zip(step.manifest.tensors, boxes, strict=True):
         for part in entry.parts:
             if part.file not in frames:
                 continue
             frame = frames[part.file][part.offset : part.offset + part.bytes]
             for box in places:
-                change.targets.append(
-                    delta.Target(frame, part.n_elems, box.place.dst.dtype, [box.place], first=part.first)
-                )
-                change.parts.append((box, part))
-    return change
+                targets.append(delta.Target(frame, part.n_elems, box.place.dst.dtype, [box.place], first=part.first))
+                parts.append((box, part))
+    return Change(step, delta.Packed(targets, step.manifest.key), parts)
 
 
 def _device(boxes: Boxes) -> torch.device:

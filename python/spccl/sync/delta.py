@@ -174,8 +174,27 @@ def _pack_place(p: Place, dtype: torch.dtype, what: str) -> bytes:
     return _PLACE.pack(p.dst.data_ptr(), *numbers)
 
 
-def _pack_targets(call: str, targets: Sequence[Target], key: int = 0) -> tuple[bytes, bytes]:
+class Packed:
+    """A list of targets, packed once for `check`, `apply` and `undo`: packing thousands takes longer than writing few
+    elements to each. Their memory must stay where it is.
+
+    Args: key: of `check`.
+    Raises: ArgumentError, UnsupportedError, as the calls for the list itself.
+    """
+
+    def __init__(self, targets: Sequence[Target], key: int):
+        self.targets, self.key = tuple(targets), key
+        self.packed = _pack_targets("pack", self.targets, key)
+        self.old_bytes = old_bytes(self.targets)
+
+
+def _pack_targets(call: str, targets: Sequence[Target] | Packed, key: int | None = None) -> tuple[bytes, bytes]:
     """Targets and places; a target's pointer to places is 0, and the extension fills it in."""
+    if isinstance(targets, Packed):
+        if key not in (None, targets.key):
+            raise _bad(f"{call}: key {key}; wanted {targets.key}, which the targets were packed with")
+        return targets.packed
+    key = key or 0
     packed, places = bytearray(), bytearray()
     for i, t in enumerate(targets):
         what = f"{call}: targets[{i}]"
@@ -212,8 +231,10 @@ def encode(sources: Sequence[Source], key: int, out: torch.Tensor, raw: bool = F
     return [Frame(*row) for row in rows]
 
 
-def old_bytes(targets: Sequence[Target]) -> int:
+def old_bytes(targets: Sequence[Target] | Packed) -> int:
     """Bytes that `old` of `check` needs. It reads the headers of the frames; `check` checks them."""
+    if isinstance(targets, Packed):
+        return targets.old_bytes
     total = 0
     for t in targets:
         nnz = int.from_bytes(t.frame[16:24].tolist(), "little") if t.frame.numel() >= 24 else 0
@@ -221,7 +242,7 @@ def old_bytes(targets: Sequence[Target]) -> int:
     return total
 
 
-def check(targets: Sequence[Target], key: int, old: torch.Tensor | None = None) -> list[int]:
+def check(targets: Sequence[Target] | Packed, key: int, old: torch.Tensor | None = None) -> list[int]:
     """Check all frames completely, and look at what lies at the places now. Writes no place.
 
     Args:
@@ -237,7 +258,7 @@ def check(targets: Sequence[Target], key: int, old: torch.Tensor | None = None) 
     return _ext.delta_check(packed, places, 0 if old is None else old.data_ptr(), 0 if old is None else old.numel())
 
 
-def apply(targets: Sequence[Target]) -> None:
+def apply(targets: Sequence[Target] | Packed) -> None:
     """Write the new values to the places. After `check` of the same frames it does not fail.
 
     Raises: as `check`; then part of the places may have been written, and `undo` restores them.
@@ -245,7 +266,7 @@ def apply(targets: Sequence[Target]) -> None:
     _ext.delta_apply(*_pack_targets("apply", targets))
 
 
-def undo(targets: Sequence[Target], old: torch.Tensor) -> None:
+def undo(targets: Sequence[Target] | Packed, old: torch.Tensor) -> None:
     """Put back what `check` stored in `old`, whether all, some or none of the targets had been applied."""
     _bytes(old, "undo: old")
     n_bytes = old_bytes(targets)
