@@ -260,102 +260,69 @@ spccl_status sp_delta_read_slice(const sp_delta_frame *f, uint64_t s, sp_delta_c
 
 /* ---- writing ---- */
 
-/* The places of the mask's bits, and the elements there. */
-static void list_places(sp_delta_slice *s)
+void sp_delta_scan(sp_delta_slice *s)
 {
-    uint32_t j = 0;
-    for (uint32_t w = 0; w * 64 < s->n_elems; w++)
-        for (uint64_t bits = s->mask[w]; bits != 0; bits &= bits - 1)
-            s->place[j++] = (uint16_t)(w * 64 + sp_ctz64(bits));
-    assert(j == s->nnz);
-}
+    sp_scan_args scan = {.x = s->x,
+                         .base = s->base,
+                         .n_elems = s->n_elems,
+                         .elem_bytes = s->elem_bytes,
+                         .mask = s->mask,
+                         .tile_nnz = s->tile_nnz};
+    sp_delta_list_args list = {.x = s->x,
+                               .base = s->base,
+                               .n_elems = s->n_elems,
+                               .elem_bytes = s->elem_bytes,
+                               .mask = s->mask,
+                               .tile_nnz = s->tile_nnz,
+                               .first = s->first,
+                               .key = s->key,
+                               .place = s->place,
+                               .number = s->number,
+                               .values = s->value};
 
-/* Packs the new elements, numbers the differences, sums the hashes, counts what each code escapes. */
-static void read_changes(sp_delta_slice *s, uint32_t escaped[SP_DELTA_N_CODES])
-{
-    const uint8_t *x = s->x, *base = s->base;
-    const uint32_t e = s->elem_bytes;
-
-    for (uint32_t j = 0; j < s->nnz; j++) {
-        uint64_t now = load_elem(x + s->place[j] * e, e), old = load_elem(base + s->place[j] * e, e);
-        uint64_t i = s->first + s->place[j], number = sp_delta_number(now, old, e);
-        memcpy(s->value + j * e, &now, e);
-        s->sum_change += sp_delta_hash(s->key, i, now) - sp_delta_hash(s->key, i, old);
-        s->number[j] = number < SP_DELTA_CODE_MOST ? (uint16_t)number : SP_DELTA_CODE_MOST;
-        for (uint32_t code = 1; code < SP_DELTA_N_CODES; code++)
-            escaped[code] += s->number[j] >= sp_delta_code_escape(code);
-    }
-}
-
-void sp_delta_scan(sp_delta_slice *s, const sp_kernels *kernels)
-{
-    uint32_t escaped[SP_DELTA_N_CODES] = {0};
-    sp_scan_args a = {.x = s->x,
-                      .base = s->base,
-                      .n_elems = s->n_elems,
-                      .elem_bytes = s->elem_bytes,
-                      .mask = s->mask,
-                      .tile_nnz = s->tile_nnz};
-
-    kernels->scan(&a);
-    s->nnz = (uint32_t)a.nnz;
+    s->kernels->scan(&scan);
+    s->nnz = (uint32_t)scan.nnz;
     s->code = s->bytes = 0;
     s->sum_change = 0;
     if (s->nnz == 0)
         return;
-    list_places(s);
-    read_changes(s, escaped);
+    s->kernels->delta_list(&list);
+    s->sum_change = list.sum_change;
     if (!s->raw)
-        s->code = sp_delta_choose(s->nnz, escaped, s->elem_bytes);
+        s->code = sp_delta_choose(s->nnz, list.escaped, s->elem_bytes);
     s->index = sp_delta_index_of(s->n_elems, s->nnz);
     s->bytes = s->index.low_bytes + s->index.high_bytes +
-               sp_delta_value_bytes(s->code, s->nnz, escaped[s->code], s->elem_bytes);
+               sp_delta_value_bytes(s->code, s->nnz, list.escaped[s->code], s->elem_bytes);
 }
 
-/* The lower w bits, 1 to 16, of n numbers, but at most `most` of each, as a section at dst. Returns its end. */
-static uint8_t *pack(uint8_t *dst, const uint16_t *numbers, uint32_t n, uint32_t w, uint32_t most)
+/* A section of numbers at dst. Returns its end. */
+static uint8_t *pack(sp_delta_slice *s, uint8_t *dst, const uint16_t *numbers, uint32_t bits, uint32_t most)
 {
-    const uint32_t mask = (1u << w) - 1;
-    uint64_t word = 0;
-    uint32_t filled = 0;
-
-    for (uint32_t j = 0; j < n; j++) {
-        uint32_t v = numbers[j] < most ? numbers[j] : most;
-        word |= (uint64_t)(v & mask) << filled;
-        filled += w;
-        if (filled >= 32) {
-            sp_store_le32(dst, (uint32_t)word);
-            dst += 4;
-            word >>= 32;
-            filled -= 32;
-        }
-    }
-    if (filled != 0) {
-        sp_store_le32(dst, (uint32_t)word);
-        dst += 4;
-    }
-    return dst;
+    const uint32_t bytes = sp_delta_section_bytes(s->nnz * bits);
+    s->kernels->delta_pack(s->packed, numbers, s->nnz, bits, (uint16_t)most);
+    memcpy(dst, s->packed, bytes);
+    return dst + bytes;
 }
 
-static uint8_t *write_places(const sp_delta_slice *s, uint8_t *dst)
+static uint8_t *write_places(sp_delta_slice *s, uint8_t *dst)
 {
-    const sp_delta_index *at = &s->index;
+    const sp_delta_index at = s->index;
 
-    if (at->is_bitmap) {
-        memcpy(dst, s->mask, at->high_bytes);
-        return dst + at->high_bytes;
+    if (at.is_bitmap) {
+        memcpy(dst, s->mask, at.high_bytes);
+        return dst + at.high_bytes;
     }
-    if (at->low_bits != 0)
-        dst = pack(dst, s->place, s->nnz, at->low_bits, UINT16_MAX);
-    memset(dst, 0, at->high_bytes);
+    if (at.low_bits != 0)
+        dst = pack(s, dst, s->place, at.low_bits, UINT16_MAX);
+    memset(dst, 0, at.high_bytes);
     for (uint32_t j = 0; j < s->nnz; j++) {
-        uint32_t bit = j + (s->place[j] >> at->low_bits);
+        uint32_t bit = j + (s->place[j] >> at.low_bits);
         dst[bit / 8] |= (uint8_t)(1u << bit % 8);
     }
-    return dst + at->high_bytes;
+    return dst + at.high_bytes;
 }
 
-void sp_delta_write_slice(const sp_delta_slice *s, uint8_t *dst)
+void sp_delta_write_slice(sp_delta_slice *s, uint8_t *dst)
 {
     uint8_t *const end = dst + s->bytes;
     const uint32_t e = s->elem_bytes;
@@ -368,7 +335,7 @@ void sp_delta_write_slice(const sp_delta_slice *s, uint8_t *dst)
         dst += s->nnz * e;
     } else {
         uint32_t escape = sp_delta_code_escape(s->code);
-        dst = pack(dst, s->number, s->nnz, sp_delta_code_bits(s->code), escape);
+        dst = pack(s, dst, s->number, sp_delta_code_bits(s->code), escape);
         for (uint32_t j = 0; j < s->nnz; j++)
             if (s->number[j] >= escape) {
                 memcpy(dst, s->value + j * e, e);

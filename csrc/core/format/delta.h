@@ -38,6 +38,7 @@ spccl_status sp_delta_read_slice(const sp_delta_frame *f, uint64_t s, sp_delta_c
 
 /* One slice, found by a scan, and memory for writing it. */
 typedef struct sp_delta_slice {
+    const sp_kernels *kernels;
     const void *x, *base; /* [n_elems] of elem_bytes */
     uint32_t n_elems, elem_bytes;
     uint64_t first, key; /* for the sum change */
@@ -50,15 +51,16 @@ typedef struct sp_delta_slice {
     /* Scratch: */
     uint64_t mask[SP_DELTA_SLICE_ELEMS / 64];
     uint16_t tile_nnz[SP_DELTA_SLICE_ELEMS / SP_TILE_ELEMS];
-    uint16_t place[SP_DELTA_SLICE_ELEMS];
-    uint16_t number[SP_DELTA_SLICE_ELEMS]; /* of the difference; SP_DELTA_CODE_MOST: that or more */
+    uint16_t place[SP_DELTA_SLICE_ELEMS + SP_DELTA_LIST_SLACK];
+    uint16_t number[SP_DELTA_SLICE_ELEMS]; /* see sp_delta_list_args */
+    uint8_t packed[SP_DELTA_SLICE_ELEMS * 2 + SP_DELTA_PACK_SLACK];
     _Alignas(64) uint8_t value[SP_DELTA_SLICE_ELEMS * 8]; /* new elements, packed */
 } sp_delta_slice;
 
 /* Find what changed, and how many bytes the slice takes: 0 if nothing did. */
-void sp_delta_scan(sp_delta_slice *s, const sp_kernels *kernels);
+void sp_delta_scan(sp_delta_slice *s);
 /* Write the sections of the slice that the last scan found, s->bytes at dst. */
-void sp_delta_write_slice(const sp_delta_slice *s, uint8_t *dst);
+void sp_delta_write_slice(sp_delta_slice *s, uint8_t *dst);
 /* The entry of a slice that starts at byte `at` of the frame. */
 void sp_delta_write_entry(uint8_t *frame, uint64_t s, uint32_t nnz, uint32_t code, uint64_t at);
 void sp_delta_write_header(uint8_t *frame, spccl_dtype dtype, uint64_t n_elems, uint64_t nnz,

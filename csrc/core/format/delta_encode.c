@@ -30,7 +30,6 @@ size_t spccl_delta_bound(uint64_t n_elems, spccl_dtype dtype)
 /* ---- encode ---- */
 
 struct encode_job {
-    const sp_kernels *kernels;
     const spccl_delta_source *source;
     size_t number; /* of the source, for texts */
     uint8_t *dst;
@@ -87,7 +86,7 @@ static spccl_status encode_slice(struct encode_job *j, uint8_t *frame, uint64_t 
     s->x = (const uint8_t *)from->x + at * e;
     s->base = (const uint8_t *)from->base + at * e;
     if (from->x_dtype != from->dtype) {
-        j->kernels->finish(&(sp_finish_args){.acc = (const float *)from->x + at,
+        s->kernels->finish(&(sp_finish_args){.acc = (const float *)from->x + at,
                                              .dst = j->rounded,
                                              .n_elems = s->n_elems,
                                              .dtype = from->dtype,
@@ -95,7 +94,7 @@ static spccl_status encode_slice(struct encode_job *j, uint8_t *frame, uint64_t 
                                              .world_size = 1});
         s->x = j->rounded;
     }
-    sp_delta_scan(s, j->kernels);
+    sp_delta_scan(s);
     if (start + s->bytes > SP_DELTA_BYTES_MAX - SP_DELTA_ALIGN)
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
                        "delta_encode: sources[%zu]: the frame exceeds 16 GiB: split the array into parts",
@@ -152,7 +151,7 @@ spccl_status spccl_delta_encode(const spccl_delta_source *sources, size_t n_sour
     j = sp_alloc64(sp_align_up(sizeof *j, 64));
     if (j == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "delta_encode: %zu bytes of scratch", sizeof *j);
-    j->kernels = kernels;
+    j->slice.kernels = kernels;
     j->dst = dst;
     j->dst_cap = dst_cap;
     j->at = 0;
@@ -170,35 +169,18 @@ done:
 
 /* ---- checksum ---- */
 
-#define CHECKSUM(NAME, TYPE)                                                                                 \
-    static uint64_t checksum_##NAME(const uint8_t *x, uint64_t n, uint64_t first, uint64_t key)              \
-    {                                                                                                        \
-        uint64_t sum = 0;                                                                                    \
-        for (uint64_t i = 0; i < n; i++) {                                                                   \
-            TYPE bits;                                                                                       \
-            memcpy(&bits, x + i * sizeof bits, sizeof bits);                                                 \
-            sum += sp_delta_hash(key, first + i, bits);                                                      \
-        }                                                                                                    \
-        return sum;                                                                                          \
-    }
-CHECKSUM(u8, uint8_t)
-CHECKSUM(u16, uint16_t)
-CHECKSUM(u32, uint32_t)
-CHECKSUM(u64, uint64_t)
-
 spccl_status spccl_delta_checksum(const void *x, uint64_t n_elems, spccl_dtype dtype, uint64_t first,
                                   uint64_t key, uint64_t *out)
 {
     const size_t e = sp_dtype_bytes(dtype);
+    const sp_kernels *kernels;
 
     if (e == 0)
         return SP_FAIL(SPCCL_ERR_DTYPE, "delta_checksum: dtype %d, wanted 1..%d", (int)dtype,
                        SP_N_DTYPES - 1);
     if ((x == NULL && n_elems != 0) || out == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "delta_checksum: %s is NULL", out == NULL ? "out" : "x");
-    *out = (e == 1   ? checksum_u8
-            : e == 2 ? checksum_u16
-            : e == 4 ? checksum_u32
-                     : checksum_u64)(x, n_elems, first, key);
+    SP_TRY(sp_kernels_pick(&kernels));
+    *out = kernels->delta_sum(x, n_elems, e, first, key);
     return SPCCL_OK;
 }

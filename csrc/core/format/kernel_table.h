@@ -8,6 +8,7 @@
 #ifndef SP_KERNEL_TABLE_H
 #define SP_KERNEL_TABLE_H
 
+#include "core/base/delta_rule.h"
 #include "core/base/prune_rule.h"
 #include "core/format/format.h"
 
@@ -102,6 +103,25 @@ typedef struct sp_prune_args {
     uint64_t n_nonfinite; /* out: elements whose g or v is not finite */
 } sp_prune_args;
 
+/* List what a scan of a slice of a delta found, and number the differences (delta_rule.h). */
+#define SP_DELTA_LIST_SLACK 64u
+#define SP_DELTA_PACK_SLACK 8u
+typedef struct sp_delta_list_args {
+    const void *x, *base; /* [n_elems], any alignment */
+    uint32_t n_elems;     /* at most SP_DELTA_SLICE_ELEMS */
+    uint32_t elem_bytes;
+    const uint64_t *mask; /* from scan, and so is tile_nnz */
+    const uint16_t *tile_nnz;
+    uint64_t first, key; /* for sum_change */
+    /* Out, of each listed element, in order: */
+    uint16_t *place;  /* [nnz], and SP_DELTA_LIST_SLACK more may be written */
+    uint16_t *number; /* [nnz] of the difference; SP_DELTA_CODE_MOST: that or more */
+    void *values;     /* [nnz] elements of x */
+    /* Out: */
+    uint32_t escaped[SP_DELTA_N_CODES]; /* by code, from 1 on: the numbers that do not fit */
+    uint64_t sum_change;
+} sp_delta_list_args;
+
 /* The owner's part of one chunk of one bit per element (signs_rule.h): kept + what the parts say becomes a row. */
 typedef struct sp_signs_sum_args {
     float *kept;          /* [4096] */
@@ -140,6 +160,12 @@ typedef struct sp_kernels {
     uint64_t (*signs_send)(float *own, const float *shared, uint32_t n, float leak, uint8_t *row);
     void (*signs_sum)(const sp_signs_sum_args *a);
     void (*signs_decode)(const uint8_t *row, float *out); /* out [4096] */
+    void (*delta_list)(sp_delta_list_args *a);
+    /* Pack n numbers, at most `most` each, of which the lower `bits` count, 1 to 16: a section of a delta. The bytes up
+     * to SP_DELTA_PACK_SLACK behind it may be written too. */
+    void (*delta_pack)(uint8_t *dst, const uint16_t *numbers, uint32_t n, uint32_t bits, uint16_t most);
+    /* The checksum of n elements, the first of which is element `first` of its tensor. */
+    uint64_t (*delta_sum)(const void *x, size_t n, size_t elem_bytes, uint64_t first, uint64_t key);
 } sp_kernels;
 
 /* ---- choosing a set (csrc/kernels/cpu/dispatch.c) ---- */

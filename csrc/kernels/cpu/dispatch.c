@@ -32,6 +32,8 @@
         .combine = sp_combine_##ISA, .finish = sp_finish_##ISA, .copy = sp_copy_##ISA,                       \
         .zero = sp_zero_##ISA, .prune = sp_prune_##ISA, .signs_send = sp_signs_send_##ISA,                   \
         .signs_sum = sp_signs_sum_##ISA, .signs_decode = sp_signs_decode_##ISA,                              \
+        .delta_list = sp_delta_list_##ISA, .delta_pack = sp_delta_pack_##ISA,                                \
+        .delta_sum = sp_delta_sum_##ISA,                                                                     \
     }
 
 static const sp_kernels scalar_kernels = KERNELS(scalar);

@@ -22,6 +22,10 @@
     uint64_t sp_signs_send_##ISA(float *own, const float *shared, uint32_t n, float leak, uint8_t *row);     \
     void sp_signs_sum_##ISA(const sp_signs_sum_args *a);                                                     \
     void sp_signs_decode_##ISA(const uint8_t *row, float *out);                                              \
+    void sp_delta_list_##ISA(sp_delta_list_args *a);                                                         \
+    void sp_delta_pack_##ISA(uint8_t *dst, const uint16_t *numbers, uint32_t n, uint32_t bits,               \
+                             uint16_t most);                                                                 \
+    uint64_t sp_delta_sum_##ISA(const void *x, size_t n, size_t elem_bytes, uint64_t first, uint64_t key);   \
     void sp_copy_##ISA(void *dst, const void *src, size_t bytes, bool non_temporal);                         \
     void sp_zero_##ISA(void *dst, size_t bytes, bool non_temporal);
 
