@@ -6,6 +6,9 @@ good.hex: NAME is an encoded array. NAME.VERB, after it, is the destination afte
 that verb. Before, byte i of the destination is i % 251. It has the dtype of the first frame, and as many elements as
 all frames together.
 
+delta_good.hex: NAME is a frame of version 2 (docs/FORMAT.md 11). NAME.base is the base and NAME.x the array.
+delta_bad.hex: rNN_NAME breaks rule NN of docs/FORMAT.md 11.3.
+
 bad.hex: rNN_NAME breaks rule NN of docs/FORMAT.md 4. Arrays of rules 1 to 28 are refused for any destination. Those of
 rules 29 to 31 are refused for a destination of 10 elements of float32 with verb set.
 """
@@ -19,6 +22,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "ref"))
+import delta_ref  # noqa: E402
 import frame_ref as ref  # noqa: E402
 
 
@@ -174,6 +178,93 @@ def bad() -> dict[str, bytes]:
     }  # fmt: skip
 
 
+def changed(n: int, dtype: str, density: float, seed: int, most: int = 2**64) -> tuple[bytes, bytes]:
+    """(base, x): about that density of the elements differs, by at most `most`."""
+    rng = random.Random(seed)
+    e = ref.DTYPES[ref.DTYPE_NUMBERS[dtype]][1]
+    base = [rng.randrange(2 ** (8 * e)) for _ in range(n)]
+    x = [(v + rng.randint(-most, most)) % 2 ** (8 * e) if rng.random() < density else v for v in base]
+    return tuple(b"".join(v.to_bytes(e, "little") for v in a) for a in (base, x))  # type: ignore[return-value]
+
+
+DELTA_BASE = struct.pack("<300H", *[0x3F80] * 300)  # the example of docs/FORMAT.md 11.5
+_NEW = {3: 0x3F81, 66: 0x3F7F, 130: 0x3F82, 258: 0x4000, 299: 0x3F81}
+DELTA_NEW = struct.pack("<300H", *[_NEW.get(i, 0x3F80) for i in range(300)])
+
+
+def delta_good() -> dict[str, tuple[str, bytes, bytes, int | None]]:
+    """name -> (dtype, base, x, code)."""
+    files: dict[str, tuple[str, bytes, bytes, int | None]] = {
+        "example": ("bfloat16", DELTA_BASE, DELTA_NEW, None),
+        "nothing": ("float32", b"", b"", None),
+        "no_change": ("float64", bytes(800), bytes(800), None),
+        "one_element": ("int8", b"\x00", b"\x80", None),
+        "all_changed": ("float8", bytes(100), bytes(range(1, 101)), None),
+    }
+    for dtype, seed in zip(ref.DTYPE_NUMBERS, range(100), strict=False):
+        for code in (0, None):
+            files[f"all_dtypes_{dtype}_{code}"] = (dtype, *changed(333, dtype, 0.1, seed, 5), code)
+    for code in range(5):
+        files[f"codes_{code}"] = ("int32", *changed(500, "int32", 0.04, code, 3 * 4 ** (2**code)), code)
+    for density in (0.24, 0.26, 0.5):
+        files[f"bitmap_or_not_{density}"] = ("uint8", *changed(1000, "uint8", density, 3, 2), None)
+    files["two_slices"] = ("uint8", *changed(65536 + 700, "uint8", 0.001, 3, 2), None)
+    return files
+
+
+def delta_bad() -> dict[str, bytes]:
+    frame = delta_ref.encode("bfloat16", DELTA_NEW, DELTA_BASE)  # table at 32, low 40, high 44, codes 48, value 52
+    raw = delta_ref.encode("bfloat16", DELTA_NEW, DELTA_BASE, 0)  # 5 values from 48 on, 2 bytes of padding
+    ten = delta_ref.encode("uint8", bytes(range(10)), bytes(10))  # a bitmap at 40, 9 values from 44 on
+    two = delta_ref.encode("uint8", bytes(65535) + b"\1\1", bytes(65537), 0)
+    return {
+        "r01_header_cut_off": frame[:31],
+        "r02_magic": put(frame, 0, "B", ord("s")),
+        "r03_version_1": put(frame, 4, "B", 1),
+        "r03_version_3": put(frame, 4, "B", 3),
+        "r04_format_4": put(frame, 5, "B", 4),
+        "r05_dtype_0": put(frame, 6, "B", 0),
+        "r05_dtype_11": put(frame, 6, "B", 11),
+        "r06_flags_0": put(frame, 7, "B", 0),
+        "r06_flags_3": put(frame, 7, "B", 3),
+        "r07_n_elems": put(frame, 8, "<Q", 2**40 + 1),
+        "r07_n_elems_2_64": put(frame, 8, "<Q", 2**64 - 1),
+        "r08_nnz": put(frame, 16, "<Q", 301),
+        "r09_frame_bytes_odd": put(frame, 24, "<Q", 52),
+        "r09_frame_bytes_small": put(frame, 24, "<Q", 32),
+        "r09_frame_bytes_2_63": put(frame, 24, "<Q", 2**63),
+        "r09_table_of_2_40": put(frame, 8, "<Q", 2**40),
+        "r10_cut_off": frame[:-1],
+        "r10_header_alone": frame[:32],
+        "r11_count": put(put(frame, 16, "<Q", 200), 32, "<I", 301 | 1 << 20),
+        "r11_count_of_last_slice": put(two, 40, "<I", 2),
+        "r12_code_5": put(frame, 32, "<I", 5 | 5 << 20),
+        "r12_code_as_wide_as_an_element": put(frame, 32, "<I", 5 | 4 << 20),
+        "r12_code_without_changes": put(delta_ref.encode("int32", bytes(40), bytes(40)), 32, "<I", 1 << 20),
+        "r13_bit_17": put(frame, 32, "<I", 5 | 1 << 20 | 1 << 17),
+        "r13_bit_31": put(frame, 32, "<I", 5 | 1 << 20 | 1 << 31),
+        "r14_count_below_nnz": put(frame, 16, "<Q", 6),
+        "r14_count_above_nnz": put(frame, 16, "<Q", 4),
+        "r15_first_slice_late": put(frame, 36, "<I", 11),
+        "r15_first_slice_in_the_header": put(frame, 36, "<I", 0),
+        "r15_second_slice_early": put(two, 44, "<I", 13),
+        "r15_second_slice_late": put(two, 44, "<I", 2**32 - 1),
+        "r15_escapes": put(frame, 48, "<I", 0x3FF),
+        "r15_bytes_after_the_last_slice": put(frame, 24, "<Q", 64) + bytes(8),
+        "r16_padding_at_the_end": put(raw, 63, "B", 1),
+        "r17_bit_too_few": put(frame, 44, "<I", 0x2848),
+        "r17_bit_too_many": put(frame, 44, "<I", 0x284B),
+        "r17_bitmap_bit_too_few": put(ten, 40, "<I", 0x1FE),
+        "r18_place_twice": put(frame, 44, "<I", 0x2843),
+        "r19_place_past_the_end": put(frame, 40, "<I", 0xB10843 | 1 << 24),
+        "r20_bitmap_bit_past_the_end": put(ten, 40, "<I", 0x5FE),
+        "r20_padding_of_low": put(frame, 43, "B", 0x80),
+        "r20_padding_of_high": put(frame, 44, "<I", 0x8849),
+        "r20_padding_of_codes": put(frame, 48, "<I", 0x4E4),
+        "r20_padding_of_values": put(raw, 58, "B", 1),
+    }
+
+
 def can_add(frames: list[ref.Frame]) -> bool:
     """True if frame_ref can add: it adds only finite floats. The pattern is finite, except in float16."""
     return frames[0].dtype not in ("float8", "float16") and not any(
@@ -196,7 +287,15 @@ def wanted() -> dict[str, dict[str, bytes]]:
             if (verb == "set" and any(f.is_delta for f in frames)) or (verb == "add" and not can_add(frames)):
                 continue
             records[f"{name}.{verb}"] = ref.decode(encoded, verb, dst, dtype)
-    return {"good.hex": records, "bad.hex": dict(sorted(bad().items()))}
+    deltas = {}
+    for name, (dtype, base, x, code) in sorted(delta_good().items()):
+        deltas |= {name: delta_ref.encode(dtype, x, base, code), f"{name}.base": base, f"{name}.x": x}
+    return {
+        "good.hex": records,
+        "bad.hex": dict(sorted(bad().items())),
+        "delta_good.hex": deltas,
+        "delta_bad.hex": dict(sorted(delta_bad().items())),
+    }
 
 
 def read(path: Path) -> dict[str, bytes]:

@@ -24,23 +24,29 @@ def load(path: Path) -> ModuleType:
 
 ref = load(TESTS / "ref" / "frame_ref.py")
 make = load(TESTS / "golden" / "make.py")
-GOOD, BAD = (make.read(TESTS / "golden" / name) for name in ("good.hex", "bad.hex"))
+delta_ref = make.delta_ref
+FILES = ("good.hex", "bad.hex", "delta_good.hex", "delta_bad.hex")
+GOOD, BAD, DELTA_GOOD, DELTA_BAD = (make.read(TESTS / "golden" / name) for name in FILES)
 RULES = range(1, 32)
+DELTA_RULES = range(1, 21)
 
 
 def test_golden_files_are_what_make_writes() -> None:
     wanted = make.wanted()
     assert list(GOOD) == list(wanted["good.hex"]) and list(BAD) == list(wanted["bad.hex"])
-    assert wanted == {"good.hex": GOOD, "bad.hex": BAD}
+    assert wanted == dict(zip(FILES, (GOOD, BAD, DELTA_GOOD, DELTA_BAD), strict=True))
 
 
 def test_every_rule_has_a_bad_file() -> None:
     assert {int(name[1:3]) for name in BAD} == set(RULES)
+    assert {int(name[1:3]) for name in DELTA_BAD} == set(DELTA_RULES)
 
 
 def test_document_lists_the_same_rules() -> None:
-    section = (TESTS.parent / "docs" / "FORMAT.md").read_text("utf-8").split("\n## 4.")[1].split("\n## 5.")[0]
-    assert [int(m) for m in re.findall(r"^(\d+)\. ", section, re.M)] == list(RULES)
+    text = (TESTS.parent / "docs" / "FORMAT.md").read_text("utf-8")
+    for begin, end, rules in (("\n## 4.", "\n## 5.", RULES), ("\n### 11.3", "\n### 11.4", DELTA_RULES)):
+        section = text.split(begin)[1].split(end)[0]
+        assert [int(m) for m in re.findall(r"^(\d+)\. ", section, re.M)] == list(rules)
 
 
 @pytest.mark.parametrize("name", [name for name in GOOD if "." not in name])
@@ -58,6 +64,13 @@ def test_good(name: str) -> None:
 def test_bad(name: str) -> None:
     with pytest.raises(ref.Refused) as refused:
         ref.decode(BAD[name], "set", bytes(40), "float32")
+    assert refused.value.rule == int(name[1:3])
+
+
+@pytest.mark.parametrize("name", DELTA_BAD)
+def test_bad_delta(name: str) -> None:
+    with pytest.raises(delta_ref.Refused) as refused:
+        delta_ref.read_frame(DELTA_BAD[name])
     assert refused.value.rule == int(name[1:3])
 
 
@@ -81,7 +94,10 @@ def undump(text: str) -> bytes:
 def test_examples_in_the_document() -> None:
     text = (TESTS.parent / "docs" / "FORMAT.md").read_text("utf-8")
     examples = {name: undump(dump) for name, dump in re.findall(r"```hex (\w+)\n(.*?)```", text, re.S)}
-    assert sorted(examples) == sorted([*ref.FORMATS, "delta"])
+    assert sorted(examples) == sorted([*ref.FORMATS, "delta", "version2"])
+    assert examples["version2"] == DELTA_GOOD["example"]
+    sums = [f"{delta_ref.checksum(x, 'bfloat16', 1):016x}" for x in (make.DELTA_BASE, make.DELTA_NEW)]
+    assert f"the checksum was\n{sums[0]} and is {sums[1]}." in text
     for fmt in ref.FORMATS[1:]:
         assert examples[fmt] == ref.encode(fmt, "float32", make.EXAMPLE)
         assert ref.decode(examples[fmt], "set", make.pattern(1200), "float32") == make.EXAMPLE
