@@ -81,8 +81,7 @@ def test_changed_manifests(run, data):
         assert str(error).startswith("it") and str(error).isascii()
     else:
         assert parse("it", manifest.dump()) == manifest
-    (newest / "manifest.json").write_bytes(json.dumps(good).encode())
-    (folder / "latest").write_text(latest(json.dumps(good).encode()))
+    restore(run)
     pull = Subscriber(folder, net)
     pull.apply(1)
     (newest / "manifest.json").write_bytes(bad)
@@ -93,6 +92,49 @@ def test_changed_manifests(run, data):
         assert state(net) == states[1] or not pull.synced
     else:
         assert manifest is not None and state(net) == states[2]
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_changed_files_of_tensors(run, data):
+    """Files that safetensors or the decoder of frames must refuse, with sizes and hashes to match. One receiver takes
+    the delta, one the anchor."""
+    folder, newest, states, net, good = run
+    kind = data.draw(st.sampled_from(["delta", "anchor"]))
+    path = newest / f"{kind}-00001.safetensors"
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    bad = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, header + 200) | st.integers(0, len(bad)))
+        bad[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
+    bad = bad[: data.draw(st.just(len(bad)) | st.integers(8, len(bad)))]
+    files = [{**good[kind][0], "bytes": len(bad), "sha256": sha256(bytes(bad))}]
+    manifest = json.dumps({**good, kind: files, "anchor": files if kind == "anchor" else []}).encode()
+    restore(run)
+    pull = Subscriber(folder, net)
+    if kind == "delta":
+        pull.apply(1)
+    before = state(net)
+    try:
+        path.write_bytes(bad)
+        (newest / "manifest.json").write_bytes(manifest)
+        (folder / "latest").write_text(latest(manifest))
+        pull.apply()
+    except spccl.Error:
+        assert state(net) == before or not pull.synced
+    else:
+        assert state(net) == states[2]
+    finally:
+        path.write_bytes(whole)
+
+
+def restore(run) -> None:
+    """The good version 2."""
+    folder, newest, _, _, good = run
+    manifest = json.dumps(good).encode()
+    (newest / "manifest.json").write_bytes(manifest)
+    (folder / "latest").write_text(latest(manifest))
 
 
 def latest(manifest: bytes, **fields) -> str:
