@@ -13,7 +13,7 @@ pytest.importorskip("safetensors", reason="spccl.sync writes safetensors files, 
 
 from sync_runs import Net, change, published, raw, received, state  # noqa: E402
 
-from spccl.sync import Publisher, Subscriber, _staged  # noqa: E402
+from spccl.sync import Publisher, Subscriber, _encode, _staged  # noqa: E402
 from spccl.sync.delta import Place  # noqa: E402
 
 
@@ -265,6 +265,29 @@ def test_places_of_fused_and_sharded_receivers(tmp_path):
         fused[0][5, 3] += 1
         with pytest.raises(Exception, match="tensor 'k'"):
             pulls[0].verify()
+
+
+def test_a_sharded_rank_keeps_its_share(tmp_path, monkeypatch):
+    """Of eight ranks that have 64 rows each: one keeps an eighth of the frames, and all have the bits."""
+    monkeypatch.setattr(_encode, "PART_ELEMS", 1 << 16)
+    w = torch.randn(512, 1024)
+    shards = [torch.zeros(64, 1024) for _ in range(8)]
+    places = [{"w": [box(x, w.shape, (64 * rank, 64 * rank + 64), (0, 1024))]} for rank, x in enumerate(shards)]
+    pulls = [Subscriber(tmp_path, places=mine) for mine in places]
+    with Publisher(tmp_path, {"w": w}) as push:
+        for _ in range(2):
+            push.publish()
+            for pull in pulls:
+                pull.stage()
+            staged = [pull._staged[1] for pull in pulls]
+            for pull in pulls:
+                pull.commit()
+            assert torch.equal(torch.cat(shards), w)
+            w.view(-1)[torch.randperm(w.numel())[:9999]] += 1
+    for (found,) in staged:
+        (target,) = found.targets.targets
+        assert target.frame.untyped_storage().nbytes() < push.stats()["delta_bytes"] / 7
+    assert sum(pull.sums()["w"][0] for pull in pulls) % (1 << 64) == pulls[0].sums()["w"][1]
 
 
 def test_adopt(tmp_path):

@@ -16,7 +16,7 @@ from .manifest import MASK, Entry, File, Part, file_name
 Pairs = Sequence[tuple[torch.Tensor, torch.dtype]]
 
 SLICE_ELEMS = 1 << 16  # of a frame; parts are of whole slices
-_MOST_PART_ELEMS = 1 << 40
+PART_ELEMS, N_PARTS = 1 << 22, 4096  # parts are of the first, or larger: so many of a model
 
 
 def boxes(entries: Sequence[Entry], tensors: Sequence[torch.Tensor]) -> list[list[Box]]:
@@ -47,10 +47,12 @@ class Writer:
     def delta(self, now: Pairs, base: Sequence[torch.Tensor]) -> list[tuple[Part, ...]]:
         """Encode what differs from the base. Returns the parts of each tensor that changed."""
         parts: list[list[Part]] = [[] for _ in base]
+        # Small parts, so that a rank of a sharded receiver reads few others' elements.
+        part_elems = max(PART_ELEMS, sum(x.numel() for x in base) // N_PARTS)
         todo = [
             (place, first, n)
             for place, x in enumerate(base)
-            for first, n in _cut(x.numel(), frame_dtype(x.dtype), self.staging_bytes)
+            for first, n in _cut(x.numel(), frame_dtype(x.dtype), self.staging_bytes, part_elems)
         ]
         device = base[0].device if base else torch.device("cpu")
         out = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
@@ -124,9 +126,9 @@ class _Flats:
         return flat(x)[first : first + n], flat(self.base[place])[first : first + n]
 
 
-def _cut(n_elems: int, dtype: torch.dtype, staging_bytes: int) -> list[tuple[int, int]]:
+def _cut(n_elems: int, dtype: torch.dtype, staging_bytes: int, part_elems: int) -> list[tuple[int, int]]:
     """(first, number of elements) of the parts of a tensor. Each fits into half of the buffer, whatever changed."""
-    most = max(SLICE_ELEMS, min(staging_bytes // (4 * dtype.itemsize), _MOST_PART_ELEMS) // SLICE_ELEMS * SLICE_ELEMS)
+    most = max(SLICE_ELEMS, min(staging_bytes // (4 * dtype.itemsize), part_elems) // SLICE_ELEMS * SLICE_ELEMS)
     while most > SLICE_ELEMS and delta.bound(most, dtype) > staging_bytes // 2:
         most = max(SLICE_ELEMS, most // 2 // SLICE_ELEMS * SLICE_ELEMS)
     least = delta.bound(min(most, n_elems), dtype) if n_elems else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from spccl.errors import FormatError, MismatchError
 from . import _folder, delta
 from ._route import Step
 from ._tensors import Box, bits, dtype_name, flat
-from .manifest import MASK, Part
+from .manifest import MASK, Manifest, Part
 
 Boxes = Sequence[Sequence[Box]]  # of each tensor
 
@@ -74,25 +74,58 @@ class Change:
 
 
 def read_change(folder: Path, step: Step, boxes: Boxes, files: Sequence[int] | None = None) -> Change:
-    """The frames of a version, of all its files or of some."""
-    frames: dict[int, torch.Tensor] = {}
+    """The frames of a version that a receiver needs, of all its files or of some."""
+    device = _device(boxes)
+    frames: dict[Part, torch.Tensor] = {}
     for place in range(len(step.manifest.delta)) if files is None else files:
-        frames[place] = _read_frames(folder, step, place, _device(boxes))
+        whole = _read_frames(folder, step, place)
+        mine = dict.fromkeys(part for part, _ in _needed(step, boxes) if part.file == place)
+        if sum(part.bytes for part in mine) < whole.numel() // 2:
+            frames.update(_compact(whole, mine, device))
+        else:
+            whole = whole.to(device)
+            frames.update((part, _frame(whole, part)) for part in mine)
     return change_of(step, boxes, frames)
 
 
-def change_of(step: Step, boxes: Boxes, frames: Mapping[int, torch.Tensor]) -> Change:
-    """A version's change. Args: frames: those of a delta file, by its place."""
-    targets: list[delta.Target] = []
-    parts: list[tuple[Box, Part]] = []
+def _compact(whole: torch.Tensor, parts: Iterable[Part], device: torch.device) -> dict[Part, torch.Tensor]:
+    """Copies of some frames, for a rank that has little of the tensors: it keeps little of the file."""
+    starts, n_bytes = {}, 0
+    for part in parts:
+        starts[part] = n_bytes
+        n_bytes += (part.bytes + 7) // 8 * 8
+    copies = torch.empty(n_bytes, dtype=torch.uint8)
+    for part, start in starts.items():
+        copies[start : start + part.bytes] = _frame(whole, part)
+    copies = copies.to(device)
+    return {part: copies[start : start + part.bytes] for part, start in starts.items()}
+
+
+def _frame(frames: torch.Tensor, part: Part) -> torch.Tensor:
+    return frames[part.offset : part.offset + part.bytes]
+
+
+def frames_of(frames: torch.Tensor, manifest: Manifest) -> dict[Part, torch.Tensor]:
+    """All frames of a version whose only file's frames are these."""
+    return {part: _frame(frames, part) for entry in manifest.tensors for part in entry.parts}
+
+
+def _needed(step: Step, boxes: Boxes) -> Iterator[tuple[Part, Box]]:
+    """The parts of a version that may have elements at a receiver's places, with these."""
     for entry, places in zip(step.manifest.tensors, boxes, strict=True):
-        for part in entry.parts:
-            if part.file not in frames:
-                continue
-            frame = frames[part.file][part.offset : part.offset + part.bytes]
+        for part in entry.parts if places else ():
             for box in places:
-                targets.append(delta.Target(frame, part.n_elems, box.place.dst.dtype, [box.place], first=part.first))
-                parts.append((box, part))
+                if box.meets(part.first, part.n_elems):
+                    yield part, box
+
+
+def change_of(step: Step, boxes: Boxes, frames: Mapping[Part, torch.Tensor]) -> Change:
+    """A version's change. Args: frames: those that are here; the change is of these."""
+    parts = [(box, part) for part, box in _needed(step, boxes) if part in frames]
+    targets = [
+        delta.Target(frames[part], part.n_elems, box.place.dst.dtype, [box.place], first=part.first)
+        for box, part in parts
+    ]
     return Change(step, delta.Packed(targets, step.manifest.key), parts)
 
 
@@ -100,7 +133,7 @@ def _device(boxes: Boxes) -> torch.device:
     return next((box.place.dst.device for places in boxes for box in places), torch.device("cpu"))
 
 
-def _read_frames(folder: Path, step: Step, place: int, device: torch.device) -> torch.Tensor:
+def _read_frames(folder: Path, step: Step, place: int) -> torch.Tensor:
     file = step.manifest.delta[place]
     path = folder / _folder.version_name(step.version) / file.name
     with _folder.open_tensors(path) as opened:
@@ -110,7 +143,7 @@ def _read_frames(folder: Path, step: Step, place: int, device: torch.device) -> 
         raise FormatError(
             f"{path}: tensor frames is {dtype_name(frames.dtype)} {list(frames.shape)}, wanted more bytes"
         )
-    return frames.to(device)
+    return frames
 
 
 def check_files(folder: Path, route: Sequence[Step]) -> None:
@@ -120,14 +153,11 @@ def check_files(folder: Path, route: Sequence[Step]) -> None:
             _folder.check_file(folder, step.version, file)
 
 
-def small_bytes(route: Sequence[Step]) -> int:
-    """Bytes that the frames of a route and the old values of one place of each tensor take."""
-    old = (p.nnz * _itemsize(e.dtype) for step in route for e in step.manifest.tensors for p in e.parts)
-    return sum(step.manifest.delta_bytes for step in route) + sum(old)
-
-
-def _itemsize(dtype: str) -> int:
-    return int(getattr(torch, dtype).itemsize)
+def staged_bytes(route: Sequence[Step], boxes: Boxes) -> int:
+    """Bytes that the frames of a route and the old values take at a receiver."""
+    needed = [(part, box) for step in route for part, box in _needed(step, boxes)]
+    old = sum(part.nnz * box.place.dst.itemsize for part, box in needed)
+    return old + sum(part.bytes for part in dict.fromkeys(part for part, _ in needed))
 
 
 def commit_small(changes: Sequence[Change], begun: list[Change]) -> None:

@@ -137,6 +137,13 @@ class Box:
         rows = flat(x).view(-1, p.row_elems)
         return rows[p.row_first : p.row_first + p.n_rows, p.col_first : p.col_first + p.n_cols]
 
+    def meets(self, first: int, n_elems: int) -> bool:
+        """Whether elements of the tensor from `first` on may lie here."""
+        p = self.place
+        start = p.row_first * p.row_elems + p.col_first
+        end = start + (p.n_rows - 1) * p.row_elems + p.n_cols
+        return first < end and first + n_elems > start
+
     def read_sum(self, key: int) -> int:
         """The sum of what lies here now."""
         p, view = self.place, self.view()

@@ -304,7 +304,7 @@ class Publisher:
             boxes = _encode.boxes(manifest.tensors, self.base)
             step = _route.Step(manifest, have.sha256, False)
             if writer.kept is not None:
-                _staged.change_of(step, boxes, {0: writer.kept}).apply()
+                _staged.change_of(step, boxes, _staged.frames_of(writer.kept, manifest)).apply()
             else:
                 for place in range(len(manifest.delta)):
                     _staged.read_change(self.folder, step, boxes, [place]).apply()

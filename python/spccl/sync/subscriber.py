@@ -148,7 +148,7 @@ class Subscriber:
         boxes = self._find_boxes(route[0].manifest.tensors)
         _staged.check_files(self.folder, route)
         changes = None
-        if not route[0].from_anchor and _staged.small_bytes(route) <= self.staging_bytes:
+        if not route[0].from_anchor and _staged.staged_bytes(route, boxes) <= self.staging_bytes:
             changes = [_staged.read_change(self.folder, step, boxes) for step in route]
             changes[0].check(keep_old=True)
         self._staged = route, changes, boxes
