@@ -56,7 +56,7 @@ class Writer:
         ]
         device = base[0].device if base else torch.device("cpu")
         out = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
-        used = 0
+        used, flats = 0, _Flats(now, base)
         while todo:
             n_taken = _fitting(todo, base, self.staging_bytes - used)
             if n_taken == 0:
@@ -64,8 +64,8 @@ class Writer:
                 used = 0
                 continue
             taken, todo = todo[:n_taken], todo[n_taken:]
-            flats = _Flats(now, base)
-            sources = [delta.Source(*flats.part(place, first, n), first=first) for place, first, n in taken]
+            copies: dict[int, torch.Tensor] = {}
+            sources = [flats.source(*part, copies) for part in taken]
             frames = delta.encode(sources, self.key, out[used:])
             for (place, first, n), frame in zip(taken, frames, strict=True):
                 if frame.nnz:
@@ -116,14 +116,14 @@ class _Flats:
     """Parts of tensors, [n]; of one that is not contiguous by a copy that lives for one call."""
 
     def __init__(self, now: Pairs, base: Sequence[torch.Tensor]):
-        self.now, self.base = now, base
-        self.copies: dict[int, torch.Tensor] = {}
+        self.now = [flat(x) if x.is_contiguous() else x for x, _ in now]
+        self.base = [flat(x) for x in base]
 
-    def part(self, place: int, first: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.now[place][0]
+    def source(self, place: int, first: int, n: int, copies: dict[int, torch.Tensor]) -> delta.Source:
+        x = self.now[place]
         if not x.is_contiguous():
-            x = self.copies.setdefault(place, x.contiguous())
-        return flat(x)[first : first + n], flat(self.base[place])[first : first + n]
+            x = copies[place] = copies[place] if place in copies else flat(x.contiguous())
+        return delta.Source(x[first : first + n], self.base[place][first : first + n], first=first)
 
 
 def _cut(n_elems: int, dtype: torch.dtype, staging_bytes: int, part_elems: int) -> list[tuple[int, int]]:

@@ -41,7 +41,8 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 def flat(x: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as delta.py takes it: the same memory, [numel]."""
-    return x.detach().view(frame_dtype(x.dtype)).reshape(-1)
+    dtype, x = frame_dtype(x.dtype), x.detach()
+    return (x if x.dtype == dtype else x.view(dtype)).view(-1)
 
 
 @dataclasses.dataclass(frozen=True)
