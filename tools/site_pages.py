@@ -22,7 +22,7 @@ PYTHON = (
     ("Arrays and groups", ("encode", "decode", "inspect", "FrameInfo", "Communicator", "Request", "Stats", "info")),
     ("torch.distributed", ("backend",)),
     ("Training", ("ddp", "fsdp", "optim.SparseSync", "optim.Geometric")),
-    ("Weight sync", ("sync.Publisher", "sync.Subscriber")),
+    ("Weight sync", ("sync.Publisher", "sync.Subscriber", "sync.Place")),
     ("Frameworks", ("integrations._trainer", "integrations._accelerate", "integrations._lightning")),
     ("Errors", ("errors",)),
 )

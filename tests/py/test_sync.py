@@ -13,8 +13,7 @@ pytest.importorskip("safetensors", reason="spccl.sync writes safetensors files, 
 
 from sync_runs import Net, change, published, raw, received, state  # noqa: E402
 
-from spccl.sync import Publisher, Subscriber, _encode, _staged  # noqa: E402
-from spccl.sync.delta import Place  # noqa: E402
+from spccl.sync import Place, Publisher, Subscriber, _encode, _staged  # noqa: E402
 
 
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16, torch.float16])

@@ -8,7 +8,8 @@
 docs/SYNC.md says what is promised.
 """
 
+from .delta import Place
 from .publisher import Publisher
 from .subscriber import Subscriber
 
-__all__ = ["Publisher", "Subscriber"]
+__all__ = ["Place", "Publisher", "Subscriber"]
