@@ -96,8 +96,8 @@ class PrunedGradients(PruningHook):
             pass then waits for the other ranks of the host in each bucket. "off": all ranks prune. "on": refuse other
             hosts, when the hook is registered. `stats()["hosts"]` says what was decided.
         sum_density: share of the averages' entries that the owner of a shard sends, (0, 1]; the rest waits there, so
-            that 16 ranks send 3% more than 4. It falls from 1 as the density does. All ranks prune with each other:
-            hosts="auto" is "off". Costs 4 bytes per parameter / ranks. None: all are sent, more with more ranks.
+            that 16 ranks send 3% more than 4. It falls from 1 as the density does. hosts="auto" is "off" with it. Costs
+            4 bytes per parameter / ranks. None: all are sent, more with more ranks.
     Errors: ValueError for a setting out of range, with its name and the allowed range.
 
     DDP features:
@@ -208,8 +208,7 @@ class PrunedGradients(PruningHook):
         """Take group, parameter names and DDP settings from the model that calls this hook."""
         self._layouts = self._parts()
         self._join(model.process_group)
-        between = self._hosts is not None and self._hosts.inner is not None
-        self._norm_group = self._hosts.inner if between else None
+        self._norm_group = None if self._hosts is None else self._hosts.inner
         self._host_plans: dict[int, tuple[tuple[int, ...], HostBucket, prune.Plan | None]] = {}  # by bucket
         self._model = weakref.ref(model)
         params = named(model)
@@ -282,7 +281,8 @@ class PrunedGradients(PruningHook):
         scale = 1.0 if average else 1.0 / dist.get_world_size(self._group)
         if buffer.is_sparse or not buffer.is_floating_point():
             buffer.mul_(scale)
-            self._statistics.now.add(buffer._nnz() if buffer.is_sparse else buffer.numel(), buffer.element_size())
+            if self._across is self._group:  # else counts are of parts, and this bucket has none
+                self._statistics.now.add(buffer._nnz() if buffer.is_sparse else buffer.numel(), buffer.element_size())
         else:
             call = self._prune_bucket(bucket, buffer, scale, self._prunes_later(buffer, average))
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM

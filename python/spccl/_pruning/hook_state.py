@@ -161,10 +161,12 @@ class OnDevice:
         """Entries that each parameter sent in the last complete step. Waits for the device."""
         return (self.states[:, prune.N_SENT] if self._sent_in_states else self.last_sent).tolist()
 
-    def read_counts(self) -> tuple[float, int, int]:
-        """Squared norm of the gradient; entries sent, and entries not finite, so far. Waits for the device."""
+    def read_counts(self) -> tuple[float, float, int, int]:
+        """Squared norm of the gradient, and of this rank's part of it; entries sent, and entries not finite, so far.
+        Waits for the device."""
         totals = self.states[:, prune.N_SENT_ALL : prune.N_NONFINITE_ALL + 1].sum(dim=0).tolist()
-        return float(self._squares.sum()), *totals
+        whole, part = self._squares.sum(), self._own_squares.sum()
+        return float(whole), float(part) or float(whole), *totals
 
 
 def pack(

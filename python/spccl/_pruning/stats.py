@@ -16,9 +16,10 @@ from .checks import warn_of_old_word
 def report(names: Iterable[str], **figures: Any) -> dict[str, Any]:
     """The dictionary that `HasStats.stats` describes; None where a figure is not known.
 
-    Args: names: of the backends that carry the exchanges.
+    Args: names: of the backends that carry the exchanges. figures: "part_norm" is update_norm of this rank's part
+        alone, where that is of more.
     """
-    update, unsent = figures["update_norm"], figures["unsent_norm"]
+    unsent, update = figures["unsent_norm"], figures.pop("part_norm", figures["update_norm"])
     ratio = unsent / update if update and unsent is not None else None
     unknown = dict.fromkeys(
         ("density_sums", "select_ms", "select_ms_mean", "exchange_ms", "exchange_ms_mean", "pruning_ranks", "hosts")
@@ -59,7 +60,8 @@ class HasStats:
                                change by the local steps, estimated, measured with norm_every. None before
             unsent_norm        norm of what was then still unsent (of a hook its residuals), measured with norm_every;
                                None before
-            residual_ratio     unsent_norm / update_norm: how many exchanges' worth of change waits; None before
+            residual_ratio     unsent_norm / update_norm: how many exchanges' worth of change waits; of a hook where
+                               other ranks have parts (hosts, FSDP2) both are those of this rank's part; None before
             select_ms          of a hook: its time in the last exchange, without the transfer; None for SparseSync
             select_ms_mean     the same, averaged over the run
             exchange_ms        of SparseSync: time of the last exchange; None for a hook, whose exchange ends in the
@@ -70,7 +72,8 @@ class HasStats:
                                become inf or nan and were set to the global ones
             backend            what carries the exchange: "spccl", "nccl", ..., "none" for one rank
             pruning_ranks      ranks that prune and exchange with each other: hosts, where a host's ranks average first.
-                               Entries and bytes are those of this rank's part then, wire_bytes those between hosts
+                               Entries and bytes are those of this rank's part then, wire_bytes those between hosts:
+                               a hook's sparse gradients, which all ranks average, are not in it
             hosts              a sentence: whether hosts prune, and why
         """
         raise NotImplementedError

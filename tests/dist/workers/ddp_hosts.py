@@ -13,6 +13,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 
 from spccl import backend, ddp
 from workers import ddp_hook
@@ -123,6 +124,32 @@ def inf_reaches_all_ranks():
     assert step_once(model, wanted(RANK, 2))["last"].isfinite().all()
 
 
+def residual_ratio_is_of_a_part():
+    """Squared norms of what the places' ratios divide by add up to that of the host's gradient."""
+    model, hook = wrap({"density": 0.02, "norm_every": 1})
+    for step in range(3):
+        step_once(model, wanted(RANK, step))
+    figures = everyone(hook.stats())[HOST * PER_HOST :][:PER_HOST]
+    parts = [(s["unsent_norm"] / s["residual_ratio"]) ** 2 for s in figures]
+    assert math.isclose(sum(parts), figures[0]["update_norm"] ** 2, rel_tol=1e-6), (parts, figures)
+
+
+def sparse_gradients_are_averaged_by_all():
+    """They have no parts, and are not in the counts of parts."""
+    table, head = torch.nn.Embedding(500, 64, sparse=True), torch.nn.Linear(64, 80, bias=False)
+    torch.nn.init.ones_(table.weight)
+    model = DistributedDataParallel(torch.nn.Sequential(table, head))
+    hook = ddp.PrunedGradients(density=1.0).register(model)
+    model(torch.tensor([RANK, 7, 7])).sum().backward()
+    expected = torch.zeros(500, 64)
+    for rank in range(WORLD):
+        for row in (rank, 7, 7):
+            expected[row] += head.weight.detach().sum(0) / WORLD
+    torch.testing.assert_close(table.weight.grad.to_dense(), expected, rtol=1e-5, atol=1e-5)
+    stats = hook.stats()
+    assert stats["density_sent"] == 1 and stats["dense_bytes"] * PER_HOST == 4 * head.weight.numel(), stats
+
+
 def ranks_with_fewer_inputs_join():
     model, hook = wrap({"density": 0.02})
     with Join([model]):
@@ -189,7 +216,8 @@ def refuses_hosts_that_are_not_there():
 
 CASES = [
     sums_are_kept, bytes_between_hosts, everything_sent_is_the_average, momentum_and_clipping_are_of_hosts,
-    inf_reaches_all_ranks, ranks_with_fewer_inputs_join, states_continue_and_move_between_host_shapes,
+    inf_reaches_all_ranks, residual_ratio_is_of_a_part, sparse_gradients_are_averaged_by_all,
+    ranks_with_fewer_inputs_join, states_continue_and_move_between_host_shapes,
     refuses_hosts_that_are_not_there
 ]  # fmt: skip
 

@@ -6,6 +6,7 @@ gradients so far.
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import torch
@@ -268,7 +269,11 @@ def trains() -> dict:
         dist.all_gather(theirs, local(p), group=mesh.get_group("replicate"))
         same_bits(theirs[0], theirs[1], name)
     stats = hook.stats()
-    assert stats["residual_ratio"] > 0 and stats["steps"] == 40, stats
+    assert stats["steps"] == 40, stats
+    parts = [None] * 2  # of the shards
+    part = (stats["unsent_norm"] / stats["residual_ratio"]) ** 2
+    dist.all_gather_object(parts, part, group=mesh.get_group("shard"))
+    assert math.isclose(sum(parts), stats["update_norm"] ** 2, rel_tol=1e-6), (parts, stats)
     return {"losses": [first, last]}
 
 
