@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
+import os
 import warnings
 
 import torch
@@ -212,6 +214,45 @@ def grad_scaler() -> None:
     opt.check()
 
 
+def follows_a_twin(model, over, **settings) -> SparseSync:
+    """What is exchanged of shards is what is exchanged of plain parameters with their local parts."""
+    settings = {"group": over.get_group("replica"), "correct_second_moment": False, "min_numel": 100, **settings}
+    opt = SparseSync(torch.optim.AdamW(model.parameters(), lr=1e-2), **settings)
+    plain = [torch.nn.Parameter(local(p).clone()) for p in model.parameters()]
+    twin = SparseSync(torch.optim.AdamW(plain, lr=1e-2), **settings)
+    for step in range(4):
+        opt.zero_grad()
+        model(data(over.get_local_rank("replica"), step)).square().mean().backward()
+        for p, q in zip(model.parameters(), plain, strict=True):
+            q.grad = local(p.grad).clone()
+        opt.step()
+        twin.step()
+        with opt.global_weights(), twin.global_weights():
+            same_bits(weights(model), torch.cat([q.detach().flatten() for q in plain]), "global weights")
+        same_bits(weights(model), torch.cat([q.detach().flatten() for q in plain]), "local weights")
+        if step == 1:
+            opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    opt.check()
+    return opt
+
+
+def one_bit_of_shards() -> None:
+    opt = follows_a_twin(sharded(), mesh, bits=1, warmup_steps=1)
+    assert any(not kept.is_empty() for kept in opt.transfers.kept.values())
+
+
+def replicas_on_hosts() -> None:
+    """Two hosts of two replicas each, of one shard, which is a DTensor: hosts prune."""
+    over = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replica", "shard"))
+    os.environ["SPCCL_HOST_ID"] = f"host {RANK // 2}"
+    try:
+        for settings in ({"density": 0.05}, {"bits": 1, "warmup_steps": 1}):
+            opt = follows_a_twin(sharded(over["shard"]), over, **settings)
+            assert opt.stats()["pruning_ranks"] == 2, opt.stats()["hosts"]
+    finally:
+        del os.environ["SPCCL_HOST_ID"]
+
+
 def refused() -> None:
     model = sharded()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -231,7 +272,8 @@ def refused() -> None:
 
 CASES = [
     sharded_replicas, nan_in_one_shard, clips_the_gradient_of_the_replica, evaluation_leaves_no_trace,
-    made_after_an_evaluation, a_rank_without_weights, resumes, grad_scaler, refused,
+    made_after_an_evaluation, a_rank_without_weights, resumes, grad_scaler, one_bit_of_shards,
+    replicas_on_hosts, refused,
 ]  # fmt: skip
 
 
