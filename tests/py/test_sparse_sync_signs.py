@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="SparseSync is for torch, and none is installed")
 
+from spccl._pruning.sums import Piece  # noqa: E402
 from spccl.optim import SparseSync  # noqa: E402
 from spccl.optim.signs import CHUNK, KeptSigns  # noqa: E402
 
@@ -42,11 +43,11 @@ def keep_something(opt: SparseSync) -> None:
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 5, 9, 16])
 def test_shards_hold_each_element_once(n_ranks):
     """Parameters that end within a chunk, more ranks than chunks, shards behind the end."""
-    numels, begin, weights = (5000, CHUNK, 3 * CHUNK + 1), 0, []
+    numels, begin, pieces = (5000, CHUNK, 3 * CHUNK + 1), 0, []
     for index, numel in enumerate(numels):
-        weights.append(types.SimpleNamespace(index=index, begin=begin, numel=numel))
+        pieces.append(Piece(f"{index}", begin, numel, True))
         begin += -(-numel // CHUNK) * CHUNK
-    bucket = types.SimpleNamespace(weights=weights, length=begin, device=torch.device("cpu"))
+    bucket = types.SimpleNamespace(pieces=lambda: pieces, length=begin, device=torch.device("cpu"))
     owned = [torch.zeros(numel) for numel in numels]
     sizes = set()
     for rank in range(n_ranks):

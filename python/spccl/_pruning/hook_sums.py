@@ -127,7 +127,7 @@ class HookSums:
             parameters[name]["kept"] = saved
         for kept in self.kept.values():
             for part in kept.parts:
-                if part.state.residual is not None:
+                if part.values is not None:
                     parameters[part.name]["kept"] = {**part.save(), "stride": layouts[part.name].strides}
 
 

@@ -41,33 +41,35 @@ class Piece(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What this rank keeps of one parameter: elements [first, first + numel) of it, in the order of its memory."""
+    """What this rank keeps of one parameter: `values` are its elements from `first` on, in the order of its memory, and
+    None if nothing is kept. Where sums are pruned, `state` has their loss scale; with bits=1 it is None."""
 
     name: str
     first: int
-    state: prune.ParamState
-
-    def kept(self) -> torch.Tensor:
-        """[numel], in units without loss scale: a copy."""
-        assert self.state.residual is not None
-        return self.state.residual / self.state.loss_scale()
+    values: torch.Tensor | None
+    state: prune.ParamState | None = None
 
     def save(self) -> dict[str, Any]:
-        return {"first": self.first, "values": self.kept(), "state": self.state.state.clone()}
+        """Without the loss scale. Copies."""
+        assert self.values is not None
+        saved = {"first": self.first, "values": self.values.clone()}
+        if self.state is not None:
+            saved["values"] /= self.state.loss_scale()
+            saved["state"] = self.state.state.clone()
+        return saved
 
     def load(self, saved: dict[str, Any]) -> bool:
         """Go on from what `save` returned. False, and nothing is changed, if that is of other elements."""
         if not self.fits(saved):
             return False
-        assert self.state.residual is not None
-        self.state.residual.copy_(saved["values"])
-        if "state" in saved:  # not that of bits=1
-            self.state.state.copy_(saved["state"])
-        self.state.state.view(torch.float64)[prune.LOSS_SCALE] = 1.0
+        self.values.copy_(saved["values"])
+        if self.state is not None:
+            self.state.state.copy_(saved.get("state", self.state.state))  # bits=1 has none
+            self.state.state.view(torch.float64)[prune.LOSS_SCALE] = 1.0
         return True
 
     def fits(self, saved: dict[str, Any]) -> bool:
-        return (saved["first"], saved["values"].numel()) == (self.first, self.state.numel)
+        return self.values is not None and (saved["first"], len(saved["values"])) == (self.first, len(self.values))
 
 
 class KeptSums:
@@ -90,14 +92,14 @@ class KeptSums:
         keeps: bool = True,
     ):
         self.numel = numel
-        found = list(_parts(pieces, first, numel))
+        found = list(pieces_in(pieces, first, numel))
         self.states = torch.zeros(max(1, len(found)), prune.STATE_COLUMNS, dtype=torch.int64, device=device)
         self.parts: list[Part] = []
         segments, covered = [], torch.zeros(numel, dtype=torch.bool)
         for row, (piece, begin, end) in zip(self.states, found, strict=False):
             state = prune.ParamState(piece.name, end - begin, piece.pruned, row)
             state.prepare(dtype, keeps, False)
-            self.parts.append(Part(piece.name, begin - piece.begin, state))
+            self.parts.append(Part(piece.name, begin - piece.begin, state.residual, state))
             segments.append((begin - first, state))
             covered[begin - first : end - first] = True
         self._gaps = (~covered).nonzero().view(-1).to(device) if not bool(covered.all()) else None
@@ -124,15 +126,15 @@ class KeptSums:
         for part in self.parts:
             part.state.state.zero_()
             part.state.state[prune.STEP] = exchanges
-            if part.state.residual is not None:
-                part.state.residual.zero_()
+            if part.values is not None:
+                part.values.zero_()
 
     def is_empty(self) -> bool:
         """Whether nothing is kept. Waits for the device."""
-        return not any(bool(part.state.residual.any()) for part in self.parts if part.state.residual is not None)
+        return not any(bool(part.values.any()) for part in self.parts if part.values is not None)
 
 
-def _parts(pieces: Sequence[Piece], first: int, numel: int) -> Iterator[tuple[Piece, int, int]]:
+def pieces_in(pieces: Sequence[Piece], first: int, numel: int) -> Iterator[tuple[Piece, int, int]]:
     """The pieces in [first, first + numel), each with the first and the last but one of its elements there."""
     for piece in pieces:
         begin, end = max(first, piece.begin), min(first + numel, piece.begin + piece.numel)

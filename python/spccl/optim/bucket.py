@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from spccl import _ext, prune
+from spccl._pruning.sums import Piece
 
 from .settings import Settings
 
@@ -161,6 +162,10 @@ class Bucket:
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of the parameters' parts of a flat tensor."""
         return [flat[w.begin : w.begin + w.numel] for w in self.weights]
+
+    def pieces(self) -> list[Piece]:
+        """The weights, each with its number in the optimizer as name."""
+        return [Piece(f"{w.index}", w.begin, w.numel, w.pruned) for w in self.weights]
 
     def start(self) -> None:
         """Take z from the parameters."""

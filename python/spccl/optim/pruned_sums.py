@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from spccl import prune
-from spccl._pruning.sums import KeptSums, Piece, shard_elems
+from spccl._pruning.sums import KeptSums, shard_elems
 
 from .exchanges import AllReduce
 
@@ -35,9 +35,8 @@ def kept_sums(ranks: Ranks, buckets: Sequence[Bucket]) -> dict[Bucket, KeptSums]
     """What this rank keeps of its shard of each bucket."""
     kept = {}
     for b in buckets:
-        pieces = [Piece(f"{w.index}", w.begin, w.numel, w.pruned) for w in b.weights]
         n = shard_elems(b.length, ranks.n_pruning, padded=True)
-        kept[b] = KeptSums(pieces, ranks.number * n, n, b.globals.dtype, b.device)
+        kept[b] = KeptSums(b.pieces(), ranks.number * n, n, b.globals.dtype, b.device)
     return kept
 
 

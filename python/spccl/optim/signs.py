@@ -10,11 +10,12 @@ Both collectives move uint8. spccl carries the all-gather; Gloo or NCCL the all-
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from spccl import _ext
+from spccl._pruning.sums import Part, pieces_in
 
 from .exchanges import Buffers, Exchange
 
@@ -28,27 +29,6 @@ if TYPE_CHECKING:
 
 CHUNK = 4096
 ROW_BYTES = 516
-
-
-class KeptPart(NamedTuple):
-    """What an owner keeps of one parameter: `values` are its elements from `first` on, in the order of its memory."""
-
-    name: str
-    first: int
-    values: torch.Tensor
-
-    def save(self) -> dict[str, Any]:
-        return {"first": self.first, "values": self.values.clone()}
-
-    def load(self, saved: dict[str, Any]) -> bool:
-        """Go on from what `save` returned. False, and nothing is changed, if that is of other elements."""
-        if not self.fits(saved):
-            return False
-        self.values.copy_(saved["values"])
-        return True
-
-    def fits(self, saved: dict[str, Any]) -> bool:
-        return (saved["first"], saved["values"].numel()) == (self.first, self.values.numel())
 
 
 class KeptSigns:
@@ -65,15 +45,13 @@ class KeptSigns:
         self.n_chunks = -(-bucket.length // (CHUNK * ranks.n_pruning))
         self.first, n = ranks.number * self.n_chunks * CHUNK, self.n_chunks * CHUNK
         self.values = torch.zeros(n, device=bucket.device)
-        self.parts: list[KeptPart] = []
+        self.parts: list[Part] = []
         lengths = torch.zeros(self.n_chunks, dtype=torch.int32)
-        for w in bucket.weights:
-            begin, end = max(self.first, w.begin), min(self.first + n, w.begin + w.numel)
-            if begin < end:
-                part = self.values[begin - self.first : end - self.first]
-                self.parts.append(KeptPart(f"{w.index}", begin - w.begin, part))
-                chunks = torch.arange(begin, end, CHUNK)
-                lengths[(chunks - self.first) // CHUNK] = (end - chunks).clamp(max=CHUNK).int()
+        for piece, begin, end in pieces_in(bucket.pieces(), self.first, n):
+            part = self.values[begin - self.first : end - self.first]
+            self.parts.append(Part(piece.name, begin - piece.begin, part))
+            chunks = torch.arange(begin, end, CHUNK)
+            lengths[(chunks - self.first) // CHUNK] = (end - chunks).clamp(max=CHUNK).int()
         self.lengths = lengths.to(bucket.device)
 
     def clear(self, exchanges: int) -> None:
