@@ -20,7 +20,8 @@ from spccl._pruning import hosts
 from spccl.optim import SparseSync
 from spccl.optim.checkpoint import KEY
 from workers.common import RANK, WORLD, main, raises
-from workers.sparse_model import Net, Simulation, adamw, loss_of, trained
+from workers.sparse_model import Net, Simulation, adamw, loss_of, require_same, trained, weights
+from workers.sparse_sync import everyone, scaled_step, steps
 
 PER_HOST = int(os.environ.get("SPCCL_TEST_PER_HOST", "2"))
 N_HOSTS, HOST, PLACE = WORLD // PER_HOST, RANK // PER_HOST, RANK % PER_HOST
@@ -35,35 +36,6 @@ def on_host(name: str):
         yield
     finally:
         os.environ["SPCCL_HOST_ID"] = before
-
-
-def steps(opt: SparseSync, net: Net, count: int, start: int = 0) -> None:
-    for t in range(start, start + count):
-        opt.zero_grad()
-        loss_of(net, RANK, t).backward()
-        opt.step()
-
-
-def weights(opt: SparseSync, net: Net) -> tuple[dict, dict]:
-    """(this rank's, the global ones)."""
-    own = {n: p.detach().clone() for n, p in trained(net).items()}
-    with opt.global_weights():
-        common = {n: p.detach().clone() for n, p in trained(net).items()}
-    assert all(torch.equal(p, own[n]) for n, p in trained(net).items())
-    return own, common
-
-
-def require_same(got: tuple[dict, dict], wanted: tuple[dict, dict], tolerance: float = 0.0) -> None:
-    for what, a, b in zip(("local", "global"), got, wanted, strict=True):
-        for name in a:
-            diff = (a[name].float() - b[name].float()).abs().max().item()
-            assert diff <= tolerance, f"{what} {name}: {diff}"
-
-
-def everyone(what: object) -> list:
-    out = [None] * WORLD
-    dist.all_gather_object(out, what)
-    return out
 
 
 def hosts_follow_the_simulation():
@@ -186,21 +158,10 @@ def a_host_has_one_loss_scale():
     other = SparseSync(adamw(plain, fused=True), density=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0 * 2**PLACE, growth_interval=1000)
     for t in range(5):
-        for net_, opt_, scaled in ((net, opt, True), (plain, other, False)):
-            opt_.zero_grad()
-            loss = loss_of(net_, RANK, t)
-            (scaler.scale(loss) if scaled else loss).backward()
-            if t == 3 and RANK == 0:
-                net_.first.grad[0, 0] = math.inf
-            if not scaled:
-                opt_.step()
-                continue
-            if t == 2:
-                scaler.unscale_(opt_)
-            scaler.step(opt_)
-            scaler.update()
-            if t == 0:
-                assert scaler.get_scale() == 1024.0
+        scaled_step(scaler, opt, net, t, t == 2)
+        scaled_step(None, other, plain, t)
+        if t == 0:
+            assert scaler.get_scale() == 1024.0
     assert opt.stats()["skipped_steps"] == (HOST == 0)
     assert scaler.get_scale() == (512.0 if HOST == 0 else 1024.0)
     require_same(weights(opt, net), weights(other, plain))  # scales are powers of two

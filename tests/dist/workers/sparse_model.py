@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from spccl.optim import SparseSync
 from workers.common import WORLD
 
 DEVICE = torch.device(os.environ.get("SPCCL_TEST_DEVICE", "cpu"))
@@ -58,6 +59,22 @@ def adamw(net: Net, **kwargs) -> torch.optim.Optimizer:
 
 def trained(net: Net) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in net.named_parameters() if p.requires_grad}
+
+
+def weights(opt: SparseSync, net: Net) -> tuple[dict, dict]:
+    """(this rank's, the global ones)."""
+    own = {n: p.detach().clone() for n, p in trained(net).items()}
+    with opt.global_weights():
+        common = {n: p.detach().clone() for n, p in trained(net).items()}
+    assert all(torch.equal(p, own[n]) for n, p in trained(net).items())
+    return own, common
+
+
+def require_same(got: tuple[dict, dict], wanted: tuple[dict, dict], tolerance: float = 0.0) -> None:
+    for what, a, b in zip(("local", "global"), got, wanted, strict=True):
+        for name in a:
+            diff = (a[name].float() - b[name].float()).abs().max().item()
+            assert diff <= tolerance, f"{what} {name}: {diff}"
 
 
 def is_whole(x: torch.Tensor) -> bool:
@@ -145,24 +162,29 @@ class Simulation:
             locals_ = [trained(net)[name] for net in self.nets]
             total = torch.zeros_like(z)
             for w in locals_:
-                chosen = self.chosen(w - z, density)
-                sent = chosen.to(self.wire).float()
-                if self.levels and not is_whole(w):
-                    sent = self.of_parts(chosen, lambda part: two_levels(part, self.chunk))
-                if self.levels:  # the leak is of all that stays unsent
-                    w.copy_((w - z - sent) * self.leak + z)
-                    total += sent
-                    continue
-                if self.leak < 1:
-                    w.copy_((w - z) * self.leak + z)
-                w.copy_(torch.where(chosen != 0, z + (chosen - sent), w))
-                total += sent
-            average = total.to(self.wire).float() / len(self.nets)
-            lr, momentum = self.outer
-            if momentum:
-                self.velocity[name].mul_(momentum).add_(average)
-                average = average + momentum * self.velocity[name]
-            average = average * lr
-            z += average
-            for w in locals_:
-                w += average
+                total += self.send(w, z, density)
+            self.receive(name, total.to(self.wire).float() / len(self.nets))
+
+    def send(self, w: torch.Tensor, z: torch.Tensor, density: float) -> torch.Tensor:
+        """What is sent of w - z, which leaves w."""
+        chosen = self.chosen(w - z, density)
+        sent = chosen.to(self.wire).float()
+        if self.levels:  # the leak is of all that stays unsent
+            if not is_whole(w):
+                sent = self.of_parts(chosen, lambda part: two_levels(part, self.chunk))
+            w.copy_((w - z - sent) * self.leak + z)
+            return sent
+        if self.leak < 1:
+            w.copy_((w - z) * self.leak + z)
+        w.copy_(torch.where(chosen != 0, z + (chosen - sent), w))
+        return sent
+
+    def receive(self, name: str, average: torch.Tensor) -> None:
+        lr, momentum = self.outer
+        if momentum:
+            self.velocity[name].mul_(momentum).add_(average)
+            average = average + momentum * self.velocity[name]
+        average = average * lr
+        self.common[name] += average
+        for net in self.nets:
+            trained(net)[name].add_(average)

@@ -39,14 +39,7 @@ class SignsSimulation(Simulation):
                     w.copy_(z)
             else:
                 average = self.one_bit(name, z, own)
-            lr, momentum = self.outer
-            if momentum:
-                self.velocity[name].mul_(momentum).add_(average)
-                average = average + momentum * self.velocity[name]
-            average = average * lr
-            z += average
-            for w in own:
-                w += average
+            self.receive(name, average)
 
     def one_bit(self, name: str, z: torch.Tensor, own: list[torch.Tensor]) -> torch.Tensor:
         values = self.kept[name]

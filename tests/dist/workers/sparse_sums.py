@@ -42,13 +42,9 @@ class OwnerSimulation(Simulation):
     @torch.no_grad()
     def exchange(self, density: float) -> None:
         for name, z in self.common.items():
-            locals_ = [trained(net)[name] for net in self.nets]
             total = torch.zeros_like(z)
-            for w in locals_:
-                chosen = self.chosen(w - z, density)
-                sent = chosen.to(self.wire).float()
-                w.copy_(torch.where(chosen != 0, z + (chosen - sent), w))
-                total += sent
+            for net in self.nets:
+                total += self.send(trained(net)[name], z, density)
             kept = self.kept[name] + total / len(self.nets)
             share = 1.0 if density >= 1 else min(1.0, self.sum_density * density / self.density)
             result = torch.zeros_like(kept)
@@ -59,9 +55,7 @@ class OwnerSimulation(Simulation):
                 least = 0.0 if whole else float(part.abs().topk(k).values[-1])
                 result.view(-1)[a:b] = torch.where(part.abs() >= least, part, torch.zeros(())).to(self.wire).float()
             self.kept[name] = kept - result
-            z += result
-            for w in locals_:
-                w += result
+            self.receive(name, result)
 
 
 def follows_the_simulation():

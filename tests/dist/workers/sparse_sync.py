@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from spccl.optim import Geometric, SparseSync
 from spccl.optim.checkpoint import KEY
 from workers.common import RANK, WORLD, main, raises
-from workers.sparse_model import DEVICE, Net, Simulation, adamw, loss_of, trained
+from workers.sparse_model import DEVICE, Net, Simulation, adamw, loss_of, require_same, trained, weights
 
 BACKEND = os.environ["SPCCL_TEST_BACKEND"]
 warnings.filterwarnings("ignore", message=".*no bytes are saved.*")
@@ -35,14 +35,7 @@ def steps(opt: SparseSync, net: Net, count: int, start: int = 0) -> None:
 
 
 def compare(opt: SparseSync, net: Net, simulation: Simulation, tolerance: float = 0.0) -> None:
-    own = {n: p.detach().clone() for n, p in trained(net).items()}
-    with opt.global_weights():
-        common = {n: p.detach().clone() for n, p in trained(net).items()}
-    expected = trained(simulation.nets[RANK])
-    for name in own:
-        for what, got, wanted in (("local", own, expected), ("global", common, simulation.common)):
-            diff = (got[name] - wanted[name]).abs().max().item()
-            assert diff <= tolerance, f"{what} {name}: {diff}"
+    require_same(weights(opt, net), (trained(simulation.nets[RANK]), simulation.common), tolerance)
 
 
 def digest(opt: SparseSync, net: Net) -> str:
@@ -355,6 +348,22 @@ def nan_weights_are_not_sent():
     opt.check()
 
 
+def scaled_step(scaler, opt: SparseSync, net: Net, t: int, unscales: bool = False) -> None:
+    """One step, of a GradScaler if there is one. In step 3 rank 0 finds inf."""
+    opt.zero_grad()
+    loss = loss_of(net, RANK, t)
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    if t == 3 and RANK == 0:
+        net.first.grad[0, 0] = math.inf
+    if scaler is None:
+        opt.step()
+        return
+    if unscales:
+        scaler.unscale_(opt)
+    scaler.step(opt)
+    scaler.update()
+
+
 def grad_scaler_skips_on_one_rank():
     """A GradScaler per rank: the rank with inf leaves out its step, lowers its scale, and stays in the exchange."""
     net, plain = Net(), Net()
@@ -362,19 +371,8 @@ def grad_scaler_skips_on_one_rank():
     other = SparseSync(adamw(plain), density=0.05, sample=1.0)
     scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0, growth_interval=1000)
     for t in range(6):
-        for net_, opt_, scaled in ((net, opt, True), (plain, other, False)):
-            opt_.zero_grad()
-            loss = loss_of(net_, RANK, t)
-            (scaler.scale(loss) if scaled else loss).backward()
-            if t == 3 and RANK == 0:
-                net_.first.grad[0, 0] = math.inf
-            if not scaled:
-                opt_.step()
-                continue
-            if t % 2:
-                scaler.unscale_(opt_)
-            scaler.step(opt_)
-            scaler.update()
+        scaled_step(scaler, opt, net, t, t % 2 == 1)
+        scaled_step(None, other, plain, t)
     assert opt.stats()["skipped_steps"] == (RANK == 0)
     assert scaler.get_scale() == (512.0 if RANK == 0 else 1024.0)
     assert digest(opt, net) == digest(other, plain)  # scales are powers of two
