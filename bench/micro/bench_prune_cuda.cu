@@ -4,33 +4,9 @@
 //
 // 256 Mi elements in 80 segments, 1% sent after 30 steps; medians over 20 calls. Bytes moved: gradient and
 // state, read and written. Rates in GB/s (1e9 bytes).
-#include "spccl.h"
+#include "bench_cuda.cuh"
 
-#include <algorithm>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cuda_runtime.h>
-#include <vector>
-
-#define CHECK(call)                                                                                          \
-    do {                                                                                                     \
-        cudaError_t e = (call);                                                                              \
-        if (e != cudaSuccess) {                                                                              \
-            fprintf(stderr, "spccl_bench_prune_cuda: %s: %s\n", #call, cudaGetErrorString(e));               \
-            exit(1);                                                                                         \
-        }                                                                                                    \
-    } while (0)
-#define CHECK_SPCCL(call)                                                                                    \
-    do {                                                                                                     \
-        if ((call) != SPCCL_OK) {                                                                            \
-            fprintf(stderr, "spccl_bench_prune_cuda: %s\n", spccl_last_error());                             \
-            exit(1);                                                                                         \
-        }                                                                                                    \
-    } while (0)
-
-constexpr size_t N = size_t(256) << 20;
-constexpr int ROUNDS = 20, WARM = 30, N_SEGMENTS = 80;
+constexpr int WARM = 30;
 
 // About normal, other numbers in each step.
 template <class T> __global__ void fill_kernel(T *x, uint64_t seed)
@@ -49,39 +25,6 @@ template <class T> __global__ void fill_kernel(T *x, uint64_t seed)
         else
             x[i] = T(__float_as_uint(sum) >> 16);
     }
-}
-
-__global__ void copy_kernel(const uint4 *x, uint4 *y, size_t n)
-{
-    constexpr int UNROLL = 8;
-    for (size_t i = size_t(blockIdx.x) * blockDim.x * UNROLL + threadIdx.x; i < n;
-         i += size_t(gridDim.x) * blockDim.x * UNROLL) {
-        uint4 v[UNROLL];
-#pragma unroll
-        for (int k = 0; k < UNROLL; k++)
-            v[k] = __ldcs(&x[i + size_t(k) * blockDim.x]);
-#pragma unroll
-        for (int k = 0; k < UNROLL; k++)
-            __stcs(&y[i + size_t(k) * blockDim.x], v[k]);
-    }
-}
-
-template <class F> static double median_us(cudaStream_t s, int warm, F each)
-{
-    cudaEvent_t a, b;
-    std::vector<float> times;
-    CHECK(cudaEventCreate(&a));
-    CHECK(cudaEventCreate(&b));
-    for (int i = -warm; i < ROUNDS; i++) {
-        float ms;
-        each(i, a, b);
-        CHECK(cudaStreamSynchronize(s));
-        CHECK(cudaEventElapsedTime(&ms, a, b));
-        if (i >= 0)
-            times.push_back(ms);
-    }
-    std::sort(times.begin(), times.end());
-    return times[ROUNDS / 2] * 1e3;
 }
 
 template <class T>

@@ -4,34 +4,11 @@
 //
 // 256 Mi float32 in 80 segments; medians over 20 calls. Bytes moved: what is read and what is written, each once. Rates
 // in GB/s (1e9 bytes); the last column is the rate over that of the copy, read plus written.
+#include "bench_cuda.cuh"
 #include "spccl_experimental.h"
 
-#include <algorithm>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cuda_runtime.h>
-#include <vector>
-
-#define CHECK(call)                                                                                          \
-    do {                                                                                                     \
-        cudaError_t e = (call);                                                                              \
-        if (e != cudaSuccess) {                                                                              \
-            fprintf(stderr, "spccl_bench_signs_cuda: %s: %s\n", #call, cudaGetErrorString(e));               \
-            exit(1);                                                                                         \
-        }                                                                                                    \
-    } while (0)
-#define CHECK_SPCCL(call)                                                                                    \
-    do {                                                                                                     \
-        if ((call) != SPCCL_OK) {                                                                            \
-            fprintf(stderr, "spccl_bench_signs_cuda: %s\n", spccl_last_error());                             \
-            exit(1);                                                                                         \
-        }                                                                                                    \
-    } while (0)
-
-constexpr size_t N = size_t(256) << 20, N_CHUNKS = N / SPCCL_SIGNS_CHUNK,
-                 ROWS = N_CHUNKS * SPCCL_SIGNS_ROW_BYTES;
-constexpr int ROUNDS = 20, WARM = 3, N_SEGMENTS = 80;
+constexpr size_t N_CHUNKS = N / SPCCL_SIGNS_CHUNK, ROWS = N_CHUNKS * SPCCL_SIGNS_ROW_BYTES;
+constexpr int WARM = 3;
 constexpr uint32_t MOST_PARTS = 16;
 
 __global__ void fill_kernel(float *x)
@@ -44,41 +21,16 @@ __global__ void fill_kernel(float *x)
     }
 }
 
-__global__ void copy_kernel(const uint4 *x, uint4 *y, size_t n)
-{
-    constexpr int UNROLL = 8;
-    for (size_t i = size_t(blockIdx.x) * blockDim.x * UNROLL + threadIdx.x; i < n;
-         i += size_t(gridDim.x) * blockDim.x * UNROLL) {
-        uint4 v[UNROLL];
-#pragma unroll
-        for (int k = 0; k < UNROLL; k++)
-            v[k] = __ldcs(&x[i + size_t(k) * blockDim.x]);
-#pragma unroll
-        for (int k = 0; k < UNROLL; k++)
-            __stcs(&y[i + size_t(k) * blockDim.x], v[k]);
-    }
-}
-
 // Returns GB/s.
 template <class F> static double measure(const char *name, double bytes, double copy, F run)
 {
-    cudaEvent_t a, b;
-    std::vector<float> times;
-    CHECK(cudaEventCreate(&a));
-    CHECK(cudaEventCreate(&b));
-    for (int i = -WARM; i < ROUNDS; i++) {
-        float ms;
+    double us = median_us(nullptr, WARM, [&](int, cudaEvent_t a, cudaEvent_t b) {
         CHECK(cudaEventRecord(a));
         run();
         CHECK(cudaEventRecord(b));
-        CHECK(cudaDeviceSynchronize());
-        CHECK(cudaEventElapsedTime(&ms, a, b));
-        if (i >= 0)
-            times.push_back(ms);
-    }
-    std::sort(times.begin(), times.end());
-    double ms = times[ROUNDS / 2], rate = bytes / ms / 1e6;
-    printf("%-18s %7.3f ms  %7.1f GB/s", name, ms, rate);
+    });
+    double rate = bytes / us / 1e3;
+    printf("%-18s %7.3f ms  %7.1f GB/s", name, us / 1e3, rate);
     if (copy > 0)
         printf("  %5.2f of copy", rate / copy);
     printf("\n");
