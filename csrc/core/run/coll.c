@@ -52,29 +52,22 @@ spccl_status sp_comm_all_gather(spccl_comm *comm, const void *in, void *out, siz
 spccl_status spccl_reduce_scatter(spccl_comm *comm, const void *in, void *out, size_t n_elems,
                                   spccl_dtype dtype, spccl_redop op, spccl_request **req)
 {
-    sp_coll_args a = {
-        .coll = SP_REDUCE_SCATTER, .in = in, .out = out, .n_elems = n_elems, .dtype = dtype, .redop = op};
+    sp_coll_args a = sp_coll_sum(SP_REDUCE_SCATTER, in, out, n_elems, dtype, op);
     return submit(comm, &a, req);
 }
 
 spccl_status spccl_reduce_scatter_wide(spccl_comm *comm, const void *in, void *out, size_t n_elems,
                                        spccl_dtype dtype, spccl_redop op, spccl_request **req)
 {
-    sp_coll_args a = {.coll = SP_REDUCE_SCATTER,
-                      .in = in,
-                      .out = out,
-                      .n_elems = n_elems,
-                      .dtype = dtype,
-                      .redop = op,
-                      .wide = true};
+    sp_coll_args a = sp_coll_sum(SP_REDUCE_SCATTER, in, out, n_elems, dtype, op);
+    a.wide = true;
     return submit(comm, &a, req);
 }
 
 spccl_status spccl_all_reduce(spccl_comm *comm, const void *in, void *out, size_t n_elems, spccl_dtype dtype,
                               spccl_redop op, spccl_request **req)
 {
-    sp_coll_args a = {
-        .coll = SP_ALL_REDUCE, .in = in, .out = out, .n_elems = n_elems, .dtype = dtype, .redop = op};
+    sp_coll_args a = sp_coll_sum(SP_ALL_REDUCE, in, out, n_elems, dtype, op);
     return submit(comm, &a, req);
 }
 

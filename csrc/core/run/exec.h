@@ -42,6 +42,14 @@ typedef struct sp_coll_args {
     int64_t deadline_ns; /* 0: timeout_ms after the call */
 } sp_coll_args;
 
+/* Of a reduce-scatter or an all-reduce. */
+static inline sp_coll_args sp_coll_sum(sp_coll coll, const void *in, void *out, size_t n_elems,
+                                       spccl_dtype dtype, spccl_redop op)
+{
+    return (sp_coll_args){
+        .coll = coll, .in = in, .out = out, .n_elems = n_elems, .dtype = dtype, .redop = op};
+}
+
 /* The dtype of `out`. */
 static inline spccl_dtype sp_coll_out_dtype(const sp_coll_args *a)
 {

@@ -144,29 +144,22 @@ spccl_status spccl_cuda_all_gather(spccl_comm *comm, const void *in, void *out, 
 spccl_status spccl_cuda_reduce_scatter(spccl_comm *comm, const void *in, void *out, size_t n_elems,
                                        spccl_dtype dtype, spccl_redop op, void *stream)
 {
-    sp_coll_args a = {
-        .coll = SP_REDUCE_SCATTER, .in = in, .out = out, .n_elems = n_elems, .dtype = dtype, .redop = op};
+    sp_coll_args a = sp_coll_sum(SP_REDUCE_SCATTER, in, out, n_elems, dtype, op);
     return submit(comm, &a, stream);
 }
 
 spccl_status spccl_cuda_reduce_scatter_wide(spccl_comm *comm, const void *in, void *out, size_t n_elems,
                                             spccl_dtype dtype, spccl_redop op, void *stream)
 {
-    sp_coll_args a = {.coll = SP_REDUCE_SCATTER,
-                      .in = in,
-                      .out = out,
-                      .n_elems = n_elems,
-                      .dtype = dtype,
-                      .redop = op,
-                      .wide = true};
+    sp_coll_args a = sp_coll_sum(SP_REDUCE_SCATTER, in, out, n_elems, dtype, op);
+    a.wide = true;
     return submit(comm, &a, stream);
 }
 
 spccl_status spccl_cuda_all_reduce(spccl_comm *comm, const void *in, void *out, size_t n_elems,
                                    spccl_dtype dtype, spccl_redop op, void *stream)
 {
-    sp_coll_args a = {
-        .coll = SP_ALL_REDUCE, .in = in, .out = out, .n_elems = n_elems, .dtype = dtype, .redop = op};
+    sp_coll_args a = sp_coll_sum(SP_ALL_REDUCE, in, out, n_elems, dtype, op);
     return submit(comm, &a, stream);
 }
 
