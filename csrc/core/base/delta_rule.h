@@ -116,12 +116,14 @@ static inline SP_HD uint32_t sp_delta_choose(uint32_t k, const uint32_t escaped[
 
 /* ---- checksums ---- */
 
+#define SP_DELTA_STEP UINT64_C(0x9e3779b97f4a7c15)
+#define SP_DELTA_MIX UINT64_C(0xd6e8feb86659fd93)
+
 /* Of element i of a tensor, zero-extended. */
 static inline SP_HD uint64_t sp_delta_hash(uint64_t key, uint64_t i, uint64_t bits)
 {
-    const uint64_t m = 0xd6e8feb86659fd93u;
-    uint64_t x = ((i + 1) * 0x9e3779b97f4a7c15u + key) ^ bits * m;
-    x = (x ^ x >> 32) * m;
+    uint64_t x = ((i + 1) * SP_DELTA_STEP + key) ^ bits * SP_DELTA_MIX;
+    x = (x ^ x >> 32) * SP_DELTA_MIX;
     return x ^ x >> 32;
 }
 

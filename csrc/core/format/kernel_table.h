@@ -109,8 +109,8 @@ typedef struct sp_prune_args {
 typedef struct sp_delta_list_args {
     const void *x, *base; /* [n_elems], any alignment */
     uint32_t n_elems;     /* at most SP_DELTA_SLICE_ELEMS */
-    uint32_t elem_bytes;
-    const uint64_t *mask; /* from scan, and so is tile_nnz */
+    uint32_t elem_bytes, nnz;
+    const uint64_t *mask; /* from scan, and so are nnz and tile_nnz */
     const uint16_t *tile_nnz;
     uint64_t first, key; /* for sum_change */
     /* Out, of each listed element, in order: */

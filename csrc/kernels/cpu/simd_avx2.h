@@ -112,6 +112,29 @@ static inline unsigned simd_bits_to_offs(uint64_t bits, unsigned shift, unsigned
     } while (SP_UNLIKELY(j < n));
     return n;
 }
+/* Four entries of the list, of bits without shift. After the last bit come 64s; a carry spoils only what lies behind. */
+static inline uint64_t simd_four_offs(uint64_t *bits)
+{
+    uint64_t four = 0;
+    for (unsigned i = 0; i < 4; i++) {
+        four |= (uint64_t)_tzcnt_u64(*bits) << (16 * i);
+        *bits = _blsr_u64(*bits);
+    }
+    return four;
+}
+/* simd_bits_to_offs without shift for words with few bits: groups of 4, with `many` of 8, put together in registers. */
+static inline unsigned simd_few_bits_to_offs(uint64_t bits, unsigned add, bool many, uint16_t *offs)
+{
+    const uint64_t plus = add * UINT64_C(0x0001000100010001);
+    unsigned n = sp_popcount64(bits), j = 0;
+    do {
+        sp_store_le64(offs + j, simd_four_offs(&bits) + plus);
+        if (many)
+            sp_store_le64(offs + j + 4, simd_four_offs(&bits) + plus);
+        j += many ? 8 : 4;
+    } while (SP_UNLIKELY(j < n));
+    return n;
+}
 /* offs[j] = bytes[j] + add for n <= 255 bytes. `readable` is the number of bytes that may be read. */
 static inline void simd_bytes_to_offs(const uint8_t *bytes, size_t n, size_t readable, unsigned add,
                                       uint16_t *offs)

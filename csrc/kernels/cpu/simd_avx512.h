@@ -132,6 +132,11 @@ static inline unsigned simd_bits_to_offs(uint64_t bits, unsigned shift, unsigned
     }
     return n;
 }
+/* The same without shift, for words with few set bits. */
+static inline unsigned simd_few_bits_to_offs(uint64_t bits, unsigned add, bool many, uint16_t *offs)
+{
+    return simd_bits_to_offs(bits, 0, add, many, offs);
+}
 /* offs[j] = bytes[j] + add for n <= 255 bytes. `readable` is the number of bytes that may be read. */
 static inline void simd_bytes_to_offs(const uint8_t *bytes, size_t n, size_t readable, unsigned add,
                                       uint16_t *offs)
