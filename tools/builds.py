@@ -28,7 +28,7 @@ AARCH64_PACKAGES = ["gcc-aarch64-linux-gnu", "libc6-dev-arm64-cross", "qemu-user
 # took a fifth of the stage's time, the second more than 5 minutes.
 NO_NEW_RACES = (
     r"test_(kernels|kernels_codec|kernels_reduce|format|format_mutated|golden|mean|sched|plan_cost|codec|array_codec|"
-    r"prune|prune_bf16|prune_bound|prune_kernels|tune_format|tune_gpu|weights|weights_chunk|sum_order|negative_zero)$|"
+    r"delta|prune|prune_bf16|prune_bound|prune_kernels|tune_format|tune_gpu|weights|weights_chunk|sum_order|negative_zero)$|"
     r"replay_"
 )
 # These tests take minutes under emulation. Only kernels and base depend on the architecture, and other tests run

@@ -134,12 +134,19 @@ static inline uint64_t element_at(const struct box *b, uint64_t i, uint64_t *row
     return (*row - p->row_first) * p->dst_row_elems + col - p->col_first;
 }
 
+/* Changes are far apart: the lines of this many changes are on their way from memory. */
+#define AHEAD 32u
+
 /* Runs BODY for each change k of the slice in box b. `at` is the address of its element, of TYPE. */
 #define EACH_CHANGE(TYPE, BODY)                                                                              \
     uint64_t row = 0, row_end = 0;                                                                           \
     for (uint32_t k = first_change(j, b->begin), end = first_change(j, b->end); k < end; k++) {              \
         uint64_t to = element_at(b, j->first + j->changes.place[k], &row, &row_end);                         \
         uint8_t *at;                                                                                         \
+        if (b->is_flat && k + AHEAD < end)                                                                   \
+            __builtin_prefetch((uint8_t *)b->p->dst +                                                        \
+                                   (j->first + j->changes.place[k + AHEAD] - b->begin) * sizeof(TYPE),       \
+                               1);                                                                           \
         if (to == UINT64_MAX)                                                                                \
             continue;                                                                                        \
         at = (uint8_t *)b->p->dst + to * sizeof(TYPE);                                                       \
