@@ -112,6 +112,14 @@ def info() -> list[Entry]:
         _optional("torch", 'backend="spccl", and the Gloo or NCCL of spccl bench', "'torch>=2.9'"),
         _torch_backend(),
         *_torch_glue(),
+        _optional("safetensors", "spccl.sync", "'safetensors>=0.8'"),
+        Entry(
+            "python",
+            "weight sync memory",
+            "base 1x, staged 1/8",
+            "of the weights as they travel: a publisher's base, and at most so much for its frames, or for a "
+            "subscriber's frames and old values (staging_bytes); of a running publisher: stats()",
+        ),
         _optional("matplotlib", "spccl plot", "'matplotlib>=3.7'"),
     ]
     return entries

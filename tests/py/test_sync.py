@@ -132,6 +132,7 @@ def test_staging_is_bounded(tmp_path):
         push.publish()
         push.verify()
         files = sorted((tmp_path / "v000002").glob("delta-*"))
+        assert push.stats()["base_bytes"] == 4 * (1024 * 1024 + 1024) and push.stats()["staging_bytes"] == 3 << 20
         assert len(files) > 1 and all(path.stat().st_size <= (3 << 20) + 200 for path in files)
         pull.stage()
         assert pull._staged[1] is None

@@ -137,9 +137,10 @@ class Publisher:
         return self._lock.epoch
 
     def stats(self) -> dict[str, int]:
-        """Of the last `publish`: version, delta_bytes, anchor_bytes (0: it has none), elements, changed (elements).
-        Empty before the first."""
-        return dict(self._stats)
+        """Memory: base_bytes, staging_bytes (the most). Of the last `publish`, once there is one: version,
+        delta_bytes, anchor_bytes (0: it has none), elements, changed (elements)."""
+        base_bytes = sum(x.numel() * x.itemsize for x in self.base)
+        return {"base_bytes": base_bytes, "staging_bytes": self.staging_bytes, **self._stats}
 
     def _check_names(self, wire_dtype: object) -> None:
         names = {name for one in self._tensors for name in one.names}
