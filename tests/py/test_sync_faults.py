@@ -323,7 +323,7 @@ def test_without_safetensors(tmp_path, monkeypatch):
         with pytest.raises(spccl.UnsupportedError, match=r"needs safetensors 0.8 or later, this is .*pip install"):
             make()
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(spccl.UnsupportedError, match=r'spccl.sync needs safetensors: pip install "safetensors'):
+    with pytest.raises(spccl.UnsupportedError, match=r'needs safetensors and numpy: pip install "safetensors'):
         Publisher(tmp_path / "run", Net())
     assert not (tmp_path / "run").exists()
 

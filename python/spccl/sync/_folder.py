@@ -162,10 +162,12 @@ def check_file(folder: Path, version: int, file: File) -> None:
 def need_safetensors() -> None:
     """Raises: UnsupportedError that says what to install."""
     try:
+        import numpy  # noqa: F401 (safetensors writes torch tensors with it)
         import safetensors
         import safetensors.torch
     except ImportError as error:
-        raise UnsupportedError(f'spccl.sync needs safetensors: pip install "safetensors>=0.8" ({error})') from error
+        text = f'spccl.sync needs safetensors and numpy: pip install "safetensors>=0.8" numpy ({error})'
+        raise UnsupportedError(text) from error
     if not hasattr(safetensors, "TensorSpec"):
         found = f"this is {safetensors.__version__}"
         raise UnsupportedError(f'spccl.sync needs safetensors 0.8 or later, {found}: pip install "safetensors>=0.8"')
