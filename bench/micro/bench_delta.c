@@ -62,6 +62,9 @@ static void read_one(const void *p, size_t bytes)
 {
     uint64_t sums[32] = {0}, v[32];
     for (size_t i = 0; i < bytes; i += sizeof v) {
+        for (size_t line = 0; line < sizeof v;
+             line += 64) /* as the scan does; without it the read is slower */
+            __builtin_prefetch((const uint8_t *)p + i + line + 4096, 0, 2);
         memcpy(v, (const uint8_t *)p + i, sizeof v);
         for (int k = 0; k < 32; k++)
             sums[k] |= v[k];
