@@ -97,6 +97,25 @@ static void test_encode_options(void)
                 "from 8 to 4096");
 }
 
+static void test_delta_options(void)
+{
+    struct {
+        size_t struct_bytes;
+    } older = {sizeof older};
+    NEWER(spccl_delta_options) newer = {SPCCL_DELTA_OPTIONS_INIT, 0};
+    static const uint8_t x[100] = {[3] = 1, [90] = 2}, base[100];
+    spccl_delta_source source = {x, base, 100, 0, SPCCL_UINT8, SPCCL_UINT8, 1};
+    uint8_t dst[1024];
+    spccl_delta_frame frame;
+    size_t bytes = 0;
+    CHECK_OK(spccl_delta_encode(&source, 1, (void *)&older, dst, sizeof dst, &frame, &bytes));
+    newer.known.struct_bytes = sizeof newer;
+    CHECK_OK(spccl_delta_encode(&source, 1, (void *)&newer, dst, sizeof dst, &frame, &bytes));
+    newer.added = 1;
+    CHECK_FAILS(spccl_delta_encode(&source, 1, (void *)&newer, dst, sizeof dst, &frame, &bytes),
+                SPCCL_ERR_ARG, "spccl_delta_options: got 24 bytes with byte 16 not zero");
+}
+
 static void test_config_and_store(void)
 {
     struct {
@@ -325,6 +344,7 @@ int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
         {"encode_options", test_encode_options},
+        {"delta_options", test_delta_options},
         {"config_and_store", test_config_and_store},
         {"frame_info", test_frame_info},
         {"stats", test_stats},
