@@ -84,7 +84,8 @@ def jobs() -> list[tuple[Path, list[str]]]:
             found.append((header, [*C, *RELAXED, *inside, *isa, *prelude]))
     nvcc = find_nvcc()
     if nvcc:
-        cuda = [*sorted((ROOT / "csrc").glob("*.cuh")), *sorted((ROOT / "csrc/kernels").rglob("*.cuh"))]
+        cuda = [*sorted((ROOT / "csrc").glob("*.cuh"))]
+        cuda += [h for folder in ("csrc/kernels", "bench") for h in sorted((ROOT / folder).rglob("*.cuh"))]
         found += [(h, [nvcc, *NVCC_FLAGS, inside[0]]) for h in cuda]
     python = [f"-isystem{sysconfig.get_path('include')}", "-DPy_LIMITED_API=0x030B0000", f"-I{ROOT / 'csrc'}"]
     found += [(h, [*C, *RELAXED, *python]) for h in sorted((ROOT / "python/ext").rglob("*.h"))]
