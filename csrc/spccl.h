@@ -217,6 +217,7 @@ SPCCL_API size_t spccl_delta_bound(uint64_t n_elems, spccl_dtype dtype);
  *   dst        dst_cap bytes, overlapping no source; the sum of all spccl_delta_bound() suffices
  *   frames     [n_sources]
  *   out_bytes  bytes written
+ * After a failure dst and frames hold any values.
  * Errors: ARG, DTYPE, DST_SMALL, ALIAS, NOMEM, UNSUPPORTED (a frame above 16 GiB).  Threads: any. */
 SPCCL_API spccl_status spccl_delta_encode(const spccl_delta_source *sources, size_t n_sources,
                                           const spccl_delta_options *options, void *dst, size_t dst_cap,
