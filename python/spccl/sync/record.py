@@ -1,0 +1,249 @@
+"""Where a receiver puts each tensor of a checkpoint, recorded from its own load_weights.
+
+    plan = record(model.load_weights, [(name, dtype, shape), ...])
+    prove(plan, checkpoint, model.named_parameters())      # after the receiver has loaded that checkpoint
+    pull = spccl.sync.Subscriber(folder, places=plan)
+
+`record` changes no tensor of the receiver: it notes each `copy_` from a source to memory that was there before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from spccl.errors import MismatchError
+
+from .delta import Place
+
+MOST_BOXES = 65536  # of one copy_: a copy of more is refused
+
+
+class _Refused(Exception):
+    """A copy that is no list of boxes. The text says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Mapping[str, list[Place]]):
+    """Places of each tensor of a checkpoint, for `Subscriber(places=)`. An empty list: not on this rank.
+
+    Attributes:
+        places: of each name.
+        dense: names that no place describes, and why. They are not keys of this mapping, so a `Subscriber` refuses
+            them by name: only load_weights loads them.
+        fixed: memory that load_weights fills without a source, such as padding.
+    """
+
+    places: dict[str, list[Place]]
+    dense: dict[str, str]
+    fixed: list[torch.Tensor]
+
+    def __getitem__(self, name: str) -> list[Place]:
+        return self.places[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+def record(
+    load_weights: Callable[[Iterator[tuple[str, torch.Tensor]]], object],
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]],
+) -> Plan:
+    """Call `load_weights` with a tensor of unset memory for each of `tensors`, and note where it copies them.
+
+    Nothing is written to memory that was there before. Memory of a source is never touched, unless load_weights
+    computes with it.
+    Args:
+        load_weights: takes an iterator of (name, CPU tensor), as vLLM's models do.
+        tensors: name, dtype and shape of each tensor of the checkpoint.
+    """
+    recorder = _Recorder()
+    with torch.no_grad(), recorder:
+        load_weights(recorder.sources(tensors))
+    places = {name: found for name, found in recorder.places.items() if name not in recorder.dense}
+    return Plan(places, recorder.dense, recorder.fixed)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[str, list[Place]] = {}
+        self.dense: dict[str, str] = {}
+        self.fixed: list[torch.Tensor] = []
+        self._sources: dict[int, tuple[str, torch.Tensor]] = {}  # by storage; the tensor keeps its storage alive
+        self._made: dict[int, torch.UntypedStorage] = {}  # meanwhile, so not of the receiver; kept, so no number recurs
+
+    def sources(self, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, dtype, shape in tensors:
+            if name in self.places:
+                raise MismatchError(f"record: two tensors are named {name!r}")
+            x = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+            self._sources[_storage(x)] = name, x
+            self.places[name] = []
+            yield name, x
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        read = [self._sources[s] for s in {_storage(x) for x in given} if s in self._sources]
+        written = self._written(func, args, kwargs)
+        live = [x for x in written if _storage(x) not in self._sources and _storage(x) not in self._made]
+        if live:
+            self._write(func, args, live, [name for name, _ in read])
+            return _result(func, args, kwargs, written)
+        out = func(*args, **kwargs)
+        before = {_storage(x) for x in given}
+        new = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and _storage(x) not in before]
+        for x in new:
+            self._made[_storage(x)] = x.untyped_storage()
+        is_view = not written and not new and any(isinstance(x, torch.Tensor) for x in tree_leaves(out))
+        for name, _ in read if not is_view else ():
+            self.dense.setdefault(name, f"load_weights computes with it: {func}")
+        return out
+
+    @staticmethod
+    def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        found = []
+        for i, arg in enumerate(func._schema.arguments):
+            if arg.alias_info is not None and arg.alias_info.is_write:
+                value = args[i] if i < len(args) else kwargs.get(arg.name)
+                found += [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
+        return found
+
+    def _write(self, func: Any, args: Sequence[Any], live: list[torch.Tensor], names: list[str]) -> None:
+        """The call would write memory of the receiver. Note what it would write."""
+        if func is torch.ops.aten.copy_.default and len(names) == 1 and _storage(args[1]) in self._sources:
+            name, source = self._sources[_storage(args[1])]
+            try:
+                self.places[name] += list(_boxes(args[0], args[1], source))
+            except _Refused as why:
+                self.dense.setdefault(name, str(why))
+            return
+        for name in names:
+            self.dense.setdefault(name, f"load_weights computes with it: {func}")
+        for x in live:
+            for name, places in self.places.items():
+                if any(_meet(x, place.dst) for place in places):
+                    self.dense.setdefault(name, f"load_weights changes it where it lies: {func}")
+            self.fixed.append(x)
+
+
+def _result(func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
+    n = len(func._schema.returns)
+    return None if n == 0 else written[0] if n == 1 else tuple(written[:n])
+
+
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """Addresses from the first byte of a tensor to behind its last one."""
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + ((last + 1) * x.itemsize if x.numel() else 0)
+
+
+def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
+    (a0, a1), (b0, b1) = _span(a), _span(b)
+    return a0 < b1 and b0 < a1
+
+
+def _boxes(dst: torch.Tensor, src: torch.Tensor, source: torch.Tensor) -> Iterator[Place]:
+    """The boxes of one copy_. Raises: _Refused."""
+    if dst.dtype != source.dtype or src.dtype != source.dtype or src.is_conj() or src.is_neg():
+        raise _Refused(f"load_weights casts it: {source.dtype} to {dst.dtype}")
+    if src.numel() != dst.numel():
+        raise _Refused(f"load_weights spreads it: {list(src.shape)} to {list(dst.shape)}")
+    if not src.numel():
+        return
+    dims = _merged(dst, src)
+    if any(s == 0 or d == 0 for _, s, d in dims):
+        raise _Refused("load_weights copies an element to several places, or several to one")
+    if any(a[1] < b[1] or a[2] < b[2] for a, b in itertools.pairwise(dims)):
+        raise _Refused("load_weights permutes it")
+    if not dims or dims[-1][1:] != (1, 1):
+        dims.append((1, 1, 1))
+    rows = dims[-2] if len(dims) > 1 else (1, source.numel(), dims[-1][0])
+    n_cols, outer = dims[-1][0], dims[:-2]
+    if math.prod(n for n, _, _ in outer) > MOST_BOXES:
+        raise _Refused("load_weights permutes it")
+    n_rows, row_elems, dst_row_elems = rows
+    for at in itertools.product(*(range(n) for n, _, _ in outer)):
+        first = src.storage_offset() + sum(i * s for i, (_, s, _) in zip(at, outer, strict=True))
+        dst_first = dst.storage_offset() + sum(i * d for i, (_, _, d) in zip(at, outer, strict=True))
+        row, col = divmod(first, row_elems)
+        if source.numel() % row_elems or col + n_cols > row_elems or n_cols > dst_row_elems:
+            raise _Refused("load_weights permutes it")
+        memory = dst.detach().as_strided((n_rows, n_cols), (dst_row_elems, 1), dst_first)
+        yield Place(memory, row_elems, row, n_rows, col, n_cols, dst_row_elems)
+
+
+def _merged(dst: torch.Tensor, src: torch.Tensor) -> list[tuple[int, int, int]]:
+    """(size, stride of src, stride of dst) of each dimension, those in one merged that lie in one in both."""
+    shape = [n for n in src.shape if n != 1]
+    if shape != [n for n in dst.shape if n != 1]:
+        raise _Refused(f"load_weights spreads it: {list(src.shape)} to {list(dst.shape)}")
+    src_strides = [s for n, s in zip(src.shape, src.stride(), strict=True) if n != 1]
+    dst_strides = [s for n, s in zip(dst.shape, dst.stride(), strict=True) if n != 1]
+    dims: list[tuple[int, int, int]] = []
+    for n, s, d in zip(shape, src_strides, dst_strides, strict=True):
+        if dims and dims[-1][1:] == (n * s, n * d):
+            dims[-1] = dims[-1][0] * n, s, d
+        else:
+            dims.append((n, s, d))
+    return dims
+
+
+def prove(
+    plan: Plan,
+    checkpoint: Iterable[tuple[str, torch.Tensor]],
+    parameters: Iterable[tuple[str, torch.Tensor]] = (),
+) -> None:
+    """Compare what lies at the places with the checkpoint that the receiver has loaded, bit for bit.
+
+    Args:
+        checkpoint: (name, CPU tensor), one after the other.
+        parameters: of the receiver: each element of them must have a place, or be of a dense tensor's or `fixed`.
+    Raises: MismatchError that names the tensor or the parameter.
+    """
+    missing = set(plan) | set(plan.dense)
+    for name, x in checkpoint:
+        if name not in missing:
+            raise MismatchError(f"prove: tensor {name!r}: the plan does not have it")
+        missing.discard(name)
+        for place in plan.places.get(name, ()):
+            if x.dtype != place.dst.dtype or x.numel() % place.row_elems:
+                raise MismatchError(f"prove: tensor {name!r}: {x.dtype} {list(x.shape)} is not what was recorded")
+            rows = x.detach().contiguous().view(-1, place.row_elems)[place.row_first : place.row_first + place.n_rows]
+            want = rows[:, place.col_first : place.col_first + place.n_cols].contiguous()
+            have = place.dst.cpu().contiguous()
+            if have.shape != want.shape or not torch.equal(have.view(torch.uint8), want.view(torch.uint8)):
+                raise MismatchError(f"prove: tensor {name!r}: the receiver does not hold these bits at its place")
+    if missing:
+        raise MismatchError(f"prove: tensor {min(missing)!r}: the checkpoint does not have it")
+    if not plan.dense:
+        _require_covered(plan, parameters)
+
+
+def _require_covered(plan: Plan, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises: MismatchError that names a parameter of which a part has no place: its memory was written otherwise."""
+    known = [place.dst for found in plan.places.values() for place in found] + plan.fixed
+    for name, x in parameters:
+        seen = torch.zeros(x.untyped_storage().nbytes() // x.itemsize, dtype=torch.bool)
+        for part in known:
+            if _storage(part) == _storage(x) and part.itemsize == x.itemsize:
+                seen.as_strided(part.shape, part.stride(), part.storage_offset()).fill_(True)
+        mine = seen.as_strided(x.shape, x.stride(), x.storage_offset())
+        if not bool(mine.all()):
+            n = int((~mine).sum())
+            raise MismatchError(f"prove: parameter {name!r}: {n} of {x.numel()} elements have no place")
