@@ -236,8 +236,8 @@ typedef struct spccl_delta_target { /* one frame and where its elements lie; nev
     const void *frame;              /* frame_bytes bytes, exactly one frame */
     size_t frame_bytes;
     uint64_t n_elems, first; /* as the frame was encoded */
-    const spccl_delta_place
-        *places; /* [n_places]; may overlap. Elements of the frame in no box are passed over */
+    /* [n_places]: boxes of the tensor, which may overlap; their memory does not. Elements in no box are passed over. */
+    const spccl_delta_place *places;
     size_t n_places;
     uint64_t key;
     spccl_dtype dtype;

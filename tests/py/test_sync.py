@@ -234,12 +234,13 @@ def test_places_of_fused_and_sharded_receivers(tmp_path):
     tensors = {n: torch.randn(8, 6) for n in ("q", "k", "o", "expert")} | {"norm": torch.randn(6)}
     fused = [torch.zeros(8, 6) for _ in range(2)]
     outs, norms, expert = [torch.zeros(8, 3) for _ in range(2)], [torch.zeros(6) for _ in range(2)], torch.zeros(8, 6)
+    again = torch.zeros(4, 6)  # rank 0 has its part of k twice
     pulls = []
     for rank in range(2):
         rows = (4 * rank, 4 * rank + 4)
         places = {
             "q": [box(fused[rank], (8, 6), rows, (0, 6))],
-            "k": [box(fused[rank][4:], (8, 6), rows, (0, 6))],
+            "k": [box(dst, (8, 6), rows, (0, 6)) for dst in ([fused[0][4:], again], [fused[1][4:]])[rank]],
             "o": [box(outs[rank], (8, 6), (0, 8), (3 * rank, 3 * rank + 3))],
             "expert": [box(expert, (8, 6), (0, 8), (0, 6))] if rank else [],
             "norm": [Place(norms[rank], 6, 0, 1, 0, 6, 6)],
@@ -251,6 +252,7 @@ def test_places_of_fused_and_sharded_receivers(tmp_path):
             assert [pull.apply() for pull in pulls] == [number + 1] * 2
             assert torch.equal(torch.cat([fused[0][:4], fused[1][:4]]), tensors["q"])
             assert torch.equal(torch.cat([fused[0][4:], fused[1][4:]]), tensors["k"])
+            assert torch.equal(again, tensors["k"][:4])
             assert torch.equal(torch.cat(outs, dim=1), tensors["o"])
             assert torch.equal(expert, tensors["expert"])
             assert all(torch.equal(norm, tensors["norm"]) for norm in norms)

@@ -124,6 +124,7 @@ class Box:
 
     def __init__(self, entry: Entry, place: Place):
         self.entry, self.place = entry, place
+        self.part = place.row_elems, place.row_first, place.n_rows, place.col_first, place.n_cols
         self.is_whole = place.n_rows * place.n_cols == entry.numel
         self.sum = 0
 
@@ -209,7 +210,10 @@ def boxes_of_plan(who: str, entries: Sequence[Entry], plan: Any) -> list[list[Bo
             for place in plan[name]:
                 _check_place(f"{who}: tensor {name!r}", entry, place)
                 in_frames = dataclasses.replace(place, dst=place.dst.detach().view(frame_dtype(place.dst.dtype)))
-                boxes[place.dst.data_ptr(), place.row_first, place.col_first] = Box(entry, in_frames)
+                box = Box(entry, in_frames)
+                other = boxes.setdefault(place.dst.data_ptr(), box)  # tied names may have the same place
+                if (other.part, other.place.dst_row_elems) != (box.part, place.dst_row_elems):
+                    raise MismatchError(f"{who}: tensor {name!r}: two of its places begin at the same memory")
         result.append(list(boxes.values()) if entry.numel else [])
     return result
 

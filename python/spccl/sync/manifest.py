@@ -189,7 +189,7 @@ def _object(where: str, data: bytes) -> Any:
         raise FormatError(f"{where}: not JSON: {ascii(str(error))[:200]}") from error
 
 
-_NAME = re.compile(r"[^\x00]{1,4096}\Z")
+_NAME = re.compile(r"[^\x00\ud800-\udfff]{1,4096}\Z")  # surrogates have no UTF-8
 
 
 def parse_latest(where: str, data: bytes) -> Latest:

@@ -263,13 +263,14 @@ class Subscriber:
         """Of each tensor that lies here in parts: (sum of the elements here, sum of the whole tensor).
 
         The sums of all parts of a tensor, each part counted once, add up to the whole one's modulo 2^64. Ranks of a
-        tensor-parallel group add theirs and `rollback` if they differ.
+        tensor-parallel group add theirs and `rollback` if they differ. A part that lies here twice is in the sum once;
+        one that two ranks have is in both sums.
         """
         if self._have is None:
             raise StateError("subscriber: sums: the tensors hold no version")
         parts = ((entry, places) for entry, places in zip(self._have.entries, self._boxes, strict=True))
         return {
-            entry.name: (sum(box.sum for box in places) % (1 << 64), entry.sum)
+            entry.name: (sum({box.part: box.sum for box in places}.values()) % (1 << 64), entry.sum)
             for entry, places in parts
             if places and not any(box.is_whole for box in places)
         }
