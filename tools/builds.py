@@ -217,11 +217,18 @@ def c_build(name: str, *targets: str) -> Path:
     return folder
 
 
-def ctest(name: str, prefix: tuple[str, ...] = (), leave_out: str = "", only: str = "", **extra_env: str) -> str:
+def ctest(
+    name: str,
+    prefix: tuple[str, ...] = (),
+    leave_out: str = "",
+    only: str = "",
+    jobs: str = TEST_JOBS,
+    **extra_env: str,
+) -> str:
     """Build `name` and run its C tests: those that match `only` and not `leave_out`. Returns ctest's count."""
     folder = c_build(name)
     log = f"ctest-{name}" + (f"-{extra_env['SPCCL_DEBUG_CPU_ISA']}" if "SPCCL_DEBUG_CPU_ISA" in extra_env else "")
-    cmd = [*prefix, "ctest", "--test-dir", folder, "-j", TEST_JOBS, "--output-on-failure", "--no-tests=error"]
+    cmd = [*prefix, "ctest", "--test-dir", folder, "-j", jobs, "--output-on-failure", "--no-tests=error"]
     cmd += ["-E", leave_out] if leave_out else []
     cmd += ["-R", only] if only else []
     env = child_env(**{**SANITIZER_ENV, **extra_env})

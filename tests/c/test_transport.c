@@ -57,7 +57,7 @@ static void exchange(struct member *m)
     struct counts c = {0};
     int left = 2 * N_MESSAGES * m->config.n_queues * (m->n - 1);
     bool sleepy = (m->seed >> m->rank) % 2 == 1, fine = true;
-    int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
+    int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS * SLOWDOWN);
     if (!join_group(m))
         return;
     CHECK(m->t->message_max(m->ep) >= m->config.queue_bytes / 4, "message_max");
