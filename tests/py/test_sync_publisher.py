@@ -207,3 +207,29 @@ def test_weights_that_change_while_they_are_published(tmp_path, monkeypatch):
                 push.publish()
         push.publish()
     assert received(tmp_path) == (2, state(net))
+
+
+def test_nan_that_is_rounded(tmp_path):
+    """Anchors and deltas give a float32 NaN the same bits, those of its upper half; torch would drop its payload."""
+    x = torch.zeros(1000)
+    bits = x.view(torch.int32)
+    bits[5], bits[7] = 0x7FE12345, -0x3EDCBB  # the second is negative
+    y = torch.zeros(1000, dtype=torch.bfloat16)
+    pull = Subscriber(tmp_path, {"x": y})
+    with Publisher(tmp_path, {"x": x}, wire_dtype=torch.bfloat16, anchor_share=0) as push:
+        for number in range(3):
+            assert push.publish() == pull.apply()
+            assert Subscriber(tmp_path, {"x": torch.zeros_like(y)}).apply() == number + 1  # from the anchor
+            assert y.view(torch.int16)[[5, 7]].tolist() == [0x7FE1, -0x3F]
+            x[number] = bits[100 + number] = 1
+        pull.verify()
+
+
+def test_a_folder_without_its_latest_keeps_its_versions(tmp_path):
+    """Who deletes `latest`, or copies a folder without it, loses no version to the next publisher."""
+    published(tmp_path, Net(), 3)
+    (tmp_path / "latest").rename(tmp_path / "elsewhere")
+    with pytest.raises(RuntimeError, match=r"latest names version none, the folder has 3"):
+        Publisher(tmp_path, Net())
+    (tmp_path / "elsewhere").rename(tmp_path / "latest")
+    assert received(tmp_path)[0] == 3

@@ -103,13 +103,25 @@ class Writer:
             if held and n_bytes + size > self.staging_bytes:
                 flush()
                 n_bytes = 0
-            held[place] = x.to(dtype).contiguous().cpu()
+            held[place] = rounded(x, dtype).cpu()
             n_bytes += size
             if sum_of(held[place], self.key) != entry.sum:
                 raise StateError(f"publisher: tensor {entry.name!r} was changed while it was published")
         if held:
             flush()
         return tuple(files)
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype, copy: bool = False) -> torch.Tensor:
+    """A contiguous tensor of `dtype`, with the bits of deltas: a NaN keeps sign and payload, which torch drops."""
+    y = x.to(dtype, copy=copy).contiguous()
+    if dtype == x.dtype or not bool(torch.isnan(y).any()):
+        return y
+    target, buffer = flat(y), torch.empty(delta.bound(y.numel(), dtype), dtype=torch.uint8)
+    (frame,) = delta.encode([delta.Source(flat(x.contiguous()), target)], 0, buffer, raw=True)
+    found = buffer[frame.offset : frame.offset + frame.bytes]
+    delta.apply([delta.Target(found, y.numel(), dtype, [delta.Place.whole(target)])])
+    return y
 
 
 class _Flats:

@@ -51,12 +51,13 @@ class Lock:
                     os.replace(made, self.path)
             except FileExistsError as error:
                 raise StateError(f"publisher: {self.path} is held by {_who(_read(self.path) or {})}") from error
+                _folder.sync_folder(folder)
             except OSError as error:
+                self.release()
                 raise _folder.system_error("publisher", made, error) from error
             finally:
                 with contextlib.suppress(OSError):
                     made.unlink(missing_ok=True)
-            _folder.sync_folder(folder)
 
     def require(self) -> None:
         """Raises: StateError if the folder's lock is another publisher's now, or gone."""
@@ -131,18 +132,27 @@ def _me() -> dict[str, Any]:
 
 
 def _started(pid: int) -> str | None:
-    """When a process started, in clock ticks since boot: a later process with its number has another. None: dead."""
+    """When a process started, in clock ticks since boot: a later process with its number has another. None: dead.
+
+    Raises: OSError if the system does not say.
+    """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+        os.kill(pid, 0)
+    except ProcessLookupError:
         return None
+    except PermissionError:
+        pass  # of another user
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return None if fields[0] in "ZX" else fields[19]
 
 
 def _is_stale(found: dict[str, Any]) -> bool:
     me = _me()
     here = found.get("host_id") == me["host_id"] and found.get("pid_namespace") == me["pid_namespace"]
-    return here and found.get("started") != _started(found["pid"])
+    try:
+        return here and found.get("started") != _started(found["pid"])
+    except OSError:  # /proc hides processes of other users, for example
+        return False
 
 
 def _who(found: dict[str, Any]) -> str:

@@ -49,7 +49,7 @@ class Change:
         except FormatError as error:
             raise FormatError(f"{where}: {self._named(str(error))}") from error
         for (box, part), change in zip(self.parts, self.changes, strict=True):
-            if box.is_whole and change != part.sum_change:
+            if box.covers(part.first, part.n_elems) and change != part.sum_change:
                 raise MismatchError(
                     f"{where}: tensor {box.entry.name!r}: elements {part.first} to {part.first + part.n_elems} are not "
                     f"those of version {self.step.version - 1}: something else wrote to them"

@@ -139,12 +139,22 @@ class Box:
         rows = flat(x).view(-1, p.row_elems)
         return rows[p.row_first : p.row_first + p.n_rows, p.col_first : p.col_first + p.n_cols]
 
-    def meets(self, first: int, n_elems: int) -> bool:
-        """Whether elements of the tensor from `first` on may lie here."""
+    def _span(self) -> tuple[int, int]:
+        """The tensor's first element here, and that behind the last."""
         p = self.place
         start = p.row_first * p.row_elems + p.col_first
-        end = start + (p.n_rows - 1) * p.row_elems + p.n_cols
+        return start, start + (p.n_rows - 1) * p.row_elems + p.n_cols
+
+    def meets(self, first: int, n_elems: int) -> bool:
+        """Whether elements of the tensor from `first` on may lie here."""
+        start, end = self._span()
         return first < end and first + n_elems > start
+
+    def covers(self, first: int, n_elems: int) -> bool:
+        """Whether all of these elements lie here."""
+        start, end = self._span()
+        is_flat = self.place.n_rows == 1 or self.place.n_cols == self.place.row_elems
+        return is_flat and start <= first and first + n_elems <= end
 
     def read_sum(self, key: int) -> int:
         """The sum of what lies here now."""

@@ -225,7 +225,8 @@ def parse(where: str, data: bytes) -> Manifest:
         raise read.fault("version 1 has no anchor")
     names = [name for entry in tensors for name in (entry.name, *entry.also)]
     if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(name for name in names if name in seen or seen.add(name))  # add returns None
         raise read.fault(f"tensor {_short(twice)} is there twice")
     _check_anchor(read, manifest)
     return manifest

@@ -149,13 +149,22 @@ class Publisher:
             raise ArgumentError(f"publisher: wire_dtype names {unknown[0]!r}, which is none of the tensors")
 
     def _clean(self) -> None:
-        """Remove what a publisher that was killed left: unfinished files, and a version that `latest` does not name."""
+        """Remove what a publisher that was killed left: unfinished files, a version that `latest` does not name yet.
+
+        Raises: StateError if there are other versions behind the one that `latest` names.
+        """
         try:
             _folder.remove_unfinished(self.folder)
             latest = _folder.read_latest(self.folder)
-            for version in _folder.versions_in(self.folder):
-                if latest is None or version > latest.version:
-                    _folder.remove_version(self.folder, version)
+            newest = 0 if latest is None else latest.version
+            later = [version for version in _folder.versions_in(self.folder) if version > newest]
+            if later not in ([], [newest + 1]):
+                raise StateError(
+                    f"publisher: {self.folder / _folder.LATEST} names version {newest or 'none'}, the folder has "
+                    f"{later[-1]}: put `latest` back, or remove the versions that it does not name"
+                )
+            for version in later:
+                _folder.remove_version(self.folder, version)
         except OSError as error:
             raise _folder.system_error("publisher", self.folder, error) from error
 
@@ -205,8 +214,9 @@ class Publisher:
         """Write the tensors as the next version. Returns its number.
 
         Raises: StateError if the lock or the folder is another publisher's now, or if the tensors change meanwhile;
-            SystemCallError, for example on a full disk. The newest version is then the one before, and so is the base.
-            Removing old versions and `after_write` come last: if they raise, the version is published.
+            SystemCallError, for example on a full disk. `version` says which one is the newest then: the one before,
+            or, where the last steps failed (the base takes over the change, old versions are removed, `after_write`),
+            the new one.
         """
         self._require_mine()
         if self.before_write is not None:
@@ -252,7 +262,7 @@ class Publisher:
         now = self._now()
         before = self._have
         if before is None:
-            self.base = [x.to(dtype, copy=True).contiguous() for x, dtype in now]
+            self.base = [_encode.rounded(x, dtype, copy=True) for x, dtype in now]
             rows = [(None, self._sum(x), ()) for x in self.base]
         else:
             parts = writer.delta(now, self.base)
@@ -308,7 +318,9 @@ class Publisher:
                 _staged.change_of(step, boxes, _staged.frames_of(writer.kept, manifest)).apply()
             else:
                 for place in range(len(manifest.delta)):
-                    _staged.read_change(self.folder, step, boxes, [place]).apply()
+                    change = _staged.read_change(self.folder, step, boxes, [place])
+                    change.check(keep_old=False)
+                    change.apply()
         self._have = have
 
     def _remove_old(self, newest: Manifest) -> None:
