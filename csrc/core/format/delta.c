@@ -318,7 +318,7 @@ static uint8_t *write_places(sp_delta_slice *s, uint8_t *dst)
     memset(dst, 0, at.high_bytes);
     for (uint32_t j = 0; j < s->nnz;
          j++) { /* faster than words put together in a register: no mispredicted branch */
-        uint32_t bit = j + (s->place[j] >> at.low_bits);
+        uint32_t bit = j + ((uint32_t)s->place[j] >> at.low_bits);
         dst[bit / 8] |= (uint8_t)(1u << bit % 8);
     }
     return dst + at.high_bytes;
