@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -243,7 +242,3 @@ def _check_place(who: str, entry: Entry, place: Place) -> None:
         raise MismatchError(
             f"{who}: a place of {place.n_rows} x {place.n_cols} elements does not lie in {list(entry.shape)}"
         )
-
-
-def total_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(math.prod(x.shape) * x.itemsize for x in tensors)
