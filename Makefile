@@ -1,5 +1,5 @@
 # Each target sets up what it needs first (.venv and build/, in this folder) and does nothing twice.
-#   make test    the test suite, 10 minutes     make test ONLY="gcc pytest"   some stages of test and test-all
+#   make test    the test suite, 10 to 15 min.  make test ONLY="gcc pytest"   some stages of test and test-all
 #   make test-all    all else too: races, other compilers and processors, soft-RoCE, CUDA builds; no stage twice
 #   make check   before each commit, 2 minutes  make test AT_ONCE=1           its stages one by one
 #   make wheel   dist/spccl-*.whl: CUDA for every architecture, glue for the torch in .venv (ARCHS=90-real: fewer)
