@@ -156,7 +156,7 @@ def run(
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,
+            process_group=0,  # not a session: Linux shares the cores between sessions, not between their processes
         )
         _children.add(proc)
         expired = threading.Event()

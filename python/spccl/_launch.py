@@ -6,6 +6,7 @@ No process is left at the end. This file knows nothing of collectives.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -19,6 +20,7 @@ from typing import Any
 
 _GRACE_S = 5.0  # time after the first failure in which the other ranks can report theirs
 _JOIN_S = 5.0  # time for a rank to exit after its last message
+_SHOW_S = 1.0  # time for the ranks to write where they are, before they are killed
 
 
 @dataclasses.dataclass
@@ -83,6 +85,7 @@ def _rank_main(
     args: tuple[Any, ...],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends the ranks
+    faulthandler.register(signal.SIGUSR1)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     lock = threading.Lock()
 
@@ -140,9 +143,19 @@ def _collect(
             del open_pipes[pipe]
             if kind == "failed":
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
+    if timed_out:
+        _show_where(processes)
     if failures or timed_out:
         raise RanksFailed(_failure_text(failures, sorted(open_pipes.values()), len(pipes), deadline_s))
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _show_where(processes: list[Any]) -> None:
+    """Let each rank that still runs write to stderr where its threads are."""
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(_SHOW_S)
 
 
 def _ready(pipes: list[Any], timeout_s: float) -> list[Any]:

@@ -133,6 +133,7 @@ def test_rate_says_why_it_was_not_measured(monkeypatch, role, host):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 @needs_hosts
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bench_over_hosts(ranks):
@@ -146,7 +147,7 @@ def test_bench_over_hosts(ranks):
         rate="500mbit",
         in_flight=3,
     )
-    rows = start.run_spawned(plan, ranks, deadline_s=240, on_message=lambda _: None)
+    rows = start.run_spawned(plan, ranks, deadline_s=600, on_message=lambda _: None)
     assert namespaces() == []
     row = rows[0]
     assert row.wrong == 0

@@ -188,12 +188,13 @@ def test_bench_bad_options(args, text):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 def test_bench_writes_files_and_plot_reads_them(tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("matplotlib")
     csv, document, picture = tmp_path / "a.csv", tmp_path / "a.json", tmp_path / "a.png"
     what = ["--collective", "all_reduce,broadcast", "--sizes", "64K,256K", "--sparsity", "99%,0"]
-    how = ["--iters", 2, "--warmup", 0, "--timeout", 150, "--schedule", "ring", "--format", "pici"]
+    how = ["--iters", 2, "--warmup", 0, "--timeout", 600, "--schedule", "ring", "--format", "pici"]
     text = run("bench", *what, *how, "--csv", csv, "--json", document)
     rows, facts = report.read_csv(csv)
     assert {(row["schedule"], row["format"]) for row in rows} == {("ring", "pici")}
