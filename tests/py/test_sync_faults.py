@@ -122,6 +122,11 @@ def test_damage_that_the_hashes_do_not_show(tmp_path):
         with pytest.raises((spccl.FormatError, spccl.MismatchError), match=r"version 2: .*tensor 'count'"):
             pull.apply()
         assert state(copy) == before and pull.version == 1
+    path.write_bytes(good)
+    part["nnz"] -= 1  # what a receiver reserves follows from it
+    edit(newest, tensors=manifest["tensors"], delta=manifest["delta"])
+    with pytest.raises(spccl.FormatError, match=r"tensor 'count': a frame of 3 changes, its manifest says 2"):
+        pull.apply()
 
 
 @pytest.mark.parametrize(
@@ -297,21 +302,68 @@ def test_between_stage_and_commit(tmp_path):
         pulls[0].apply()
 
 
+def test_what_was_verified_is_what_is_applied(tmp_path):
+    """An anchor's file between stage and commit: removed with its folder, or another one under its name, it is read as
+    it was; overwritten in place it is refused."""
+    net, copy = Net(), Net(1)
+    states = published(tmp_path / "run", net, 2, anchor_share=0)
+    pull = Subscriber(tmp_path / "run", copy)
+    path = tmp_path / "run/v000002/anchor-00001.safetensors"
+    good = path.read_bytes()
+    pull.stage()
+    path.rename(tmp_path / "elsewhere")
+    path.write_bytes(bytes(len(good)))
+    assert pull.commit() == 2
+    assert state(copy) == states[2]
+    (tmp_path / "elsewhere").rename(path)
+    pull = Subscriber(tmp_path / "run", copy)
+    pull.stage()
+    with open(path, "r+b") as file:
+        file.write(good)
+    os.utime(path, ns=(1, 1))  # a write within one tick of the clock has no other time
+    with pytest.raises(spccl.FormatError, match=r"anchor-00001.safetensors: changed while it was read"):
+        pull.commit()
+    assert not pull.synced
+
+
+@pytest.mark.parametrize("where", ["latest", "manifest.json", "delta-00001.safetensors"])
+def test_waits_for_a_copy_that_is_not_whole(tmp_path, where):
+    """A folder that another program is copying: a file that is not there, or short, is waited for."""
+    net, copy = Net(), Net(1)
+    states = published(tmp_path, net, 2)
+    path = tmp_path / where if where == "latest" else tmp_path / "v000002" / where
+    good, n_calls = path.read_bytes(), []
+    path.write_bytes(good[:-9])
+
+    def copying(_) -> None:
+        n_calls.append(1)
+        if len(n_calls) == 2 and where != "latest":
+            path.unlink()
+        if len(n_calls) == 4:
+            path.write_bytes(good)
+
+    pull = Subscriber(tmp_path, copy, before_read=copying)
+    with pytest.raises(spccl.FormatError, match=re.escape(where)):
+        Subscriber(tmp_path, copy).apply(timeout_s=0.05)
+    assert pull.apply(timeout_s=30) == 2
+    assert len(n_calls) == 4 and state(copy) == states[2]
+
+
 def test_versions_removed_while_they_are_read(tmp_path, monkeypatch):
     """The publisher removes what a slow receiver is about to read: it starts again with what is there."""
     net, copy = Net(), Net(1)
     with Publisher(tmp_path, net, keep=1, anchor_share=0) as push:
         push.publish()
         pull = Subscriber(tmp_path, copy)
-        real = _staged.check_files
+        real = _staged.open_files
 
-        def late(*args) -> None:
+        def late(*args):
             monkeypatch.undo()
             change(net, 1)
             push.publish()
-            real(*args)
+            return real(*args)
 
-        monkeypatch.setattr(_staged, "check_files", late)
+        monkeypatch.setattr(_staged, "open_files", late)
         assert pull.apply() == 2
     assert state(copy) == state(net)
 

@@ -10,22 +10,19 @@ A version is written under a name .unfinished-*, synced to the disk, and renamed
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
 import shutil
-import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spccl.errors import FormatError, OutOfMemoryError, SystemCallError, UnsupportedError
+from spccl.errors import FormatError, UnsupportedError
 
-from .manifest import MOST_MANIFEST_BYTES, File, Latest, Manifest, parse, parse_latest, sha256
+from ._blob import not_whole, open_regular, system_error
+from .manifest import File, Latest, parse_latest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
 
 UNFINISHED = ".unfinished-"
@@ -43,31 +40,13 @@ def versions_in(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def system_error(who: str, path: Path, error: Exception) -> SystemCallError | OutOfMemoryError:
-    """An error of a system call, or of safetensors, as spccl's."""
-    if isinstance(error, MemoryError):
-        return OutOfMemoryError(f"{who}: {path}: out of memory")
-    made = SystemCallError(f"{who}: {path}: {error}")
-    made.errno = getattr(error, "errno", None)
-    return made
-
-
-def read_bytes(path: Path, most: int) -> bytes:
+def read_bytes(path: str | Path, most: int) -> bytes:
     """A small file. Raises: FormatError if it is none, or longer than `most`; FileNotFoundError."""
-    with _regular(path) as file:
+    with open(open_regular(str(path)), "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise FormatError(f"{path}: more than {most} bytes")
     return data
-
-
-@contextlib.contextmanager
-def _regular(path: Path) -> Iterator[object]:
-    """A file for reading; a pipe or a device, which might never end, is refused."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise FormatError(f"{path}: not a regular file")
-        yield file
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -117,46 +96,10 @@ def read_latest(folder: Path) -> Latest | None:
         return parse_latest(str(path), read_bytes(path, 4096))
     except FileNotFoundError:
         return None
+    except FormatError as error:
+        raise not_whole(str(error)) from error
     except OSError as error:
         raise system_error("sync", path, error) from error
-
-
-def read_manifest(folder: Path, version: int, wanted: str) -> Manifest:
-    """Args: wanted: the hash that the next version or `latest` says.
-    Raises: FormatError if the manifest is missing, has another hash, or breaks a rule."""
-    path = folder / version_name(version) / MANIFEST
-    try:
-        data = read_bytes(path, MOST_MANIFEST_BYTES)
-    except FileNotFoundError as error:
-        raise FormatError(f"{path}: missing: the folder is not copied whole, or the version was removed") from error
-    except OSError as error:
-        raise system_error("sync", path, error) from error
-    found = sha256(data)
-    if found != wanted:
-        raise FormatError(
-            f"{path}: its SHA-256 is {found[:16]}..., wanted {wanted[:16]}...: damaged, or of another run"
-        )
-    manifest = parse(str(path), data)
-    if manifest.version != version:
-        raise FormatError(f"{path}: is version {manifest.version}")
-    return manifest
-
-
-def check_file(folder: Path, version: int, file: File) -> None:
-    """Raises: FormatError if a version's file is missing, or has another size or hash than its manifest says."""
-    path = folder / version_name(version) / file.name
-    try:
-        with _regular(path) as opened:
-            n_bytes = os.fstat(opened.fileno()).st_size
-            found = hashlib.file_digest(opened, "sha256").hexdigest() if n_bytes == file.bytes else None
-    except FileNotFoundError as error:
-        raise FormatError(f"{path}: missing: the folder is not copied whole, or the version was removed") from error
-    except OSError as error:
-        raise system_error("sync", path, error) from error
-    if found is None:
-        raise FormatError(f"{path}: {n_bytes} bytes, wanted {file.bytes}: cut short, or not copied whole")
-    if found != file.sha256:
-        raise FormatError(f"{path}: its SHA-256 is {found[:16]}..., wanted {file.sha256[:16]}...: damaged")
 
 
 def need_safetensors() -> None:
@@ -187,23 +130,3 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], places: tuple[in
             return File(path.name, os.fstat(opened).st_size, hashlib.file_digest(file, "sha256").hexdigest(), places)
     except (OSError, safetensors.SafetensorError, MemoryError) as error:
         raise system_error("publisher", path, error) from error
-
-
-@contextlib.contextmanager
-def open_tensors(path: Path) -> Iterator[object]:
-    """A safetensors file of which `get_tensor` reads one tensor. It is read, not mapped: a mapped file that is cut
-    short meanwhile would end the process.
-
-    Raises: FormatError for whatever safetensors refuses, also in the block.
-    """
-    import safetensors
-
-    try:
-        with safetensors.safe_open(path, "pt", backend="pread") as file:
-            yield file
-    except (safetensors.SafetensorError, FileNotFoundError) as error:
-        raise FormatError(f"{path}: {error}") from error
-    except OSError as error:
-        if isinstance(error, SystemCallError):
-            raise
-        raise system_error("sync", path, error) from error

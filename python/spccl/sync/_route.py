@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from spccl.errors import ArgumentError, FormatError, StateError
 
 from . import _folder
+from ._source import Source
 from .manifest import Entry, Latest, Manifest
 
 
@@ -38,7 +39,7 @@ class Step:
         return Have(self.version, self.sha256, self.manifest.tensors)
 
 
-def find_route(folder: Path, latest: Latest, version: int, have: Have | None) -> list[Step]:
+def find_route(source: Source, latest: Latest, version: int, have: Have | None) -> list[Step]:
     """The route of fewest bytes from `have` to `version`; empty if the receiver has it.
 
     Goes back from the newest version, each manifest by the hash that the one after it says. It stops where the deltas
@@ -46,59 +47,63 @@ def find_route(folder: Path, latest: Latest, version: int, have: Have | None) ->
     Args: have: None: the receiver has nothing that a delta could change.
     Raises: ArgumentError if the folder does not have `version`; FormatError if a manifest is missing or damaged.
     """
-    _require_there(folder, latest, version)
+    require_there(source, latest, version)
     number, wanted = latest.version, latest.sha256
     back: list[Step] = []  # deltas, newest first
     from_anchor: list[Step] | None = None
-    n_bytes = 0
+    n_bytes = 0.0
     while have is None or number != have.version or wanted != have.sha256 or number > version:
-        if from_anchor is not None and (have is None or number <= have.version or n_bytes >= _bytes(from_anchor)):
+        if from_anchor is not None and (
+            have is None or number <= have.version or n_bytes >= _bytes(source, from_anchor)
+        ):
             return from_anchor
         try:
-            manifest = _folder.read_manifest(folder, number, wanted)
+            manifest = source.manifest(number, wanted)
         except FormatError:
             if from_anchor is not None:
                 return from_anchor
             raise
         if number == latest.version and manifest.epoch != latest.epoch:
-            raise FormatError(f"{folder / _folder.LATEST}: epoch {latest.epoch}, its manifest says {manifest.epoch}")
+            raise FormatError(f"{source}/{_folder.LATEST}: epoch {latest.epoch}, its manifest says {manifest.epoch}")
         if number <= version:
             back.append(Step(manifest, wanted, False))
-            n_bytes += manifest.delta_bytes
-            if manifest.anchor and from_anchor is None:
+            n_bytes += source.delta_bytes(manifest)
+            if from_anchor is None and source.anchor_bytes(manifest) < math.inf:
                 from_anchor = [Step(manifest, wanted, True), *reversed(back[:-1])]
         if manifest.parent is None:
-            return _required(folder, version, from_anchor)
+            return _required(source, version, from_anchor)
         number, wanted = manifest.parent, str(manifest.parent_sha256)
-    if from_anchor is not None and _bytes(from_anchor) < n_bytes:
+    if from_anchor is not None and _bytes(source, from_anchor) < n_bytes:
         return from_anchor
     return back[::-1]
 
 
-def _bytes(route: Sequence[Step]) -> int:
-    return sum(step.manifest.anchor_bytes if step.from_anchor else step.manifest.delta_bytes for step in route)
+def _bytes(source: Source, route: Sequence[Step]) -> float:
+    sizes = (source.anchor_bytes(s.manifest) if s.from_anchor else source.delta_bytes(s.manifest) for s in route)
+    return sum(sizes)
 
 
-def _required(folder: Path, version: int, route: list[Step] | None) -> list[Step]:
+def _required(source: Source, version: int, route: list[Step] | None) -> list[Step]:
     if route is None:
-        raise FormatError(f"{folder}: version {version} has no anchor before it")
+        raise FormatError(f"{source}: version {version} has no anchor before it")
     return route
 
 
-def _require_there(folder: Path, latest: Latest, version: int) -> None:
-    if version == latest.version:
+def require_there(source: Source, latest: Latest, version: int | None) -> None:
+    """Raises: ArgumentError if the versions up to the newest are without this one."""
+    if version is None or version == latest.version:
         return
-    there = [number for number in _folder.versions_in(folder) if number <= latest.version]
+    there = [number for number in source.versions() if number <= latest.version]
     if version not in there:
-        raise ArgumentError(f"sync: {folder} does not have version {version}; it has {there}")
+        raise ArgumentError(f"sync: {source} does not have version {version}; it has {there}")
 
 
-def require_chain(folder: Path, route: Sequence[Step], have: Have | None) -> None:
+def require_chain(source: Source, route: Sequence[Step], have: Have | None) -> None:
     """Raises: FormatError if the versions of a route have other tensors or keys, or sums that do not follow."""
     before = None if have is None or route[0].from_anchor else have.entries
     key = route[0].manifest.key
     for step in route:
-        where = folder / _folder.version_name(step.version) / _folder.MANIFEST
+        where = source.where(step.version, _folder.MANIFEST)
         entries = step.manifest.tensors
         if step.manifest.key != key:
             raise FormatError(f"{where}: key {step.manifest.key:016x}, version {route[0].version} has {key:016x}")
@@ -110,7 +115,7 @@ def require_chain(folder: Path, route: Sequence[Step], have: Have | None) -> Non
         before = entries
 
 
-def require_latest(folder: Path, latest: Latest | None) -> Latest:
+def require_latest(source: Source, latest: Latest | None) -> Latest:
     if latest is None:
-        raise StateError(f"sync: {folder} has no version yet: the publisher has not published")
+        raise StateError(f"sync: {source} has no version yet: the publisher has not published")
     return latest

@@ -9,18 +9,29 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from spccl.errors import FormatError, MismatchError
 
-from . import _folder, delta
+from . import _blob, delta
 from ._route import Step
-from ._tensors import Box, bits, dtype_name, flat
-from .manifest import MASK, Manifest, Part
+from ._source import Source
+from ._tensors import Box, bits, flat
+from .manifest import MASK, File, Manifest, Part
 
 Boxes = Sequence[Sequence[Box]]  # of each tensor
+Files = Mapping[tuple[int, str], _blob.Blob]  # of each version and name, verified
+
+
+class Staged(NamedTuple):
+    """What `commit` writes. `changes`: in memory; None: the route is read from `files`, which are open."""
+
+    route: Sequence[Step]
+    changes: list[Change] | None
+    boxes: list[list[Box]]
+    files: Files
 
 
 @dataclasses.dataclass
@@ -73,19 +84,22 @@ class Change:
             box.sum = (box.sum + sign * change) & MASK
 
 
-def read_change(folder: Path, step: Step, boxes: Boxes, files: Sequence[int] | None = None) -> Change:
-    """The frames of a version that a receiver needs, of all its files or of some."""
-    device = _device(boxes)
+def read_change(source: Source, step: Step, boxes: Boxes) -> Change:
+    """The frames of a version that a receiver needs."""
     frames: dict[Part, torch.Tensor] = {}
-    for place in range(len(step.manifest.delta)) if files is None else files:
-        whole = _read_frames(folder, step, place)
-        mine = dict.fromkeys(part for part, _ in _needed(step, boxes) if part.file == place)
-        if sum(part.bytes for part in mine) < whole.numel() // 2:
-            frames.update(_compact(whole, mine, device))
-        else:
-            whole = whole.to(device)
-            frames.update((part, _frame(whole, part)) for part in mine)
+    for place, file in enumerate(step.manifest.delta):
+        frames.update(_frames_of_file(source.load(step.version, file), step, boxes, place))
     return change_of(step, boxes, frames)
+
+
+def _frames_of_file(blob: _blob.Blob, step: Step, boxes: Boxes, place: int) -> dict[Part, torch.Tensor]:
+    """The frames of a file that a receiver needs, on its device."""
+    whole, device = _read_frames(blob, step, place), _device(boxes)
+    mine = dict.fromkeys(part for part, _ in _needed(step, boxes) if part.file == place)
+    if sum(part.bytes for part in mine) < whole.numel() // 2:
+        return _compact(whole, mine, device)
+    whole = whole.to(device)
+    return {part: _frame(whole, part) for part in mine}
 
 
 def _compact(whole: torch.Tensor, parts: Iterable[Part], device: torch.device) -> dict[Part, torch.Tensor]:
@@ -133,24 +147,41 @@ def _device(boxes: Boxes) -> torch.device:
     return next((box.place.dst.device for places in boxes for box in places), torch.device("cpu"))
 
 
-def _read_frames(folder: Path, step: Step, place: int) -> torch.Tensor:
-    file = step.manifest.delta[place]
-    path = folder / _folder.version_name(step.version) / file.name
-    with _folder.open_tensors(path) as opened:
-        frames = opened.get_tensor("frames")
-    ends = [part.offset + part.bytes for entry in step.manifest.tensors for part in entry.parts if part.file == place]
-    if frames.dtype != torch.uint8 or frames.dim() != 1 or frames.numel() < max(ends, default=0):
-        raise FormatError(
-            f"{path}: tensor frames is {dtype_name(frames.dtype)} {list(frames.shape)}, wanted more bytes"
-        )
+def _read_frames(blob: _blob.Blob, step: Step, place: int) -> torch.Tensor:
+    """Tensor "frames" of a delta's file. The manifest's numbers of changes are those of the frames."""
+    found = _blob.headers(blob).get("frames")
+    mine = [(entry, part) for entry in step.manifest.tensors for part in entry.parts if part.file == place]
+    least = max((part.offset + part.bytes for _, part in mine), default=0)
+    if found is None or found.dtype != "uint8" or len(found.shape) != 1 or found.n_bytes < least:
+        raise FormatError(f"{blob.where}: tensor frames is {found and found[:2]}, wanted uint8 [{least}] or more")
+    frames = _blob.tensor(blob, found)
+    raw = memoryview(frames.numpy())
+    for entry, part in mine:
+        nnz = int.from_bytes(raw[part.offset + 16 : part.offset + 24], "little")
+        if nnz != part.nnz:
+            raise FormatError(
+                f"{blob.where}: version {step.version}: tensor {entry.name!a}: a frame of {nnz} changes, its manifest "
+                f"says {part.nnz}"
+            )
     return frames
 
 
-def check_files(folder: Path, route: Sequence[Step]) -> None:
-    """Sizes and hashes of all files of a route."""
-    for step in route:
-        for file in step.manifest.anchor if step.from_anchor else step.manifest.delta:
-            _folder.check_file(folder, step.version, file)
+def open_files(source: Source, route: Sequence[Step]) -> dict[tuple[int, str], _blob.Blob]:
+    """All files of a route, with the sizes and hashes of the manifests. They stay open."""
+    files: dict[tuple[int, str], _blob.Blob] = {}
+    try:
+        for step in route:
+            for file in step.manifest.anchor if step.from_anchor else step.manifest.delta:
+                files[step.version, file.name] = source.open(step.version, file)
+    except BaseException:
+        close_files(files)
+        raise
+    return files
+
+
+def close_files(files: Files) -> None:
+    for blob in files.values():
+        blob.close()
 
 
 def staged_bytes(route: Sequence[Step], boxes: Boxes) -> int:
@@ -179,41 +210,40 @@ def undo_all(changes: Sequence[Change]) -> None:
         change.undo()
 
 
-def commit_large(folder: Path, route: Sequence[Step], boxes: Boxes) -> None:
+def commit_large(files: Files, route: Sequence[Step], boxes: Boxes) -> None:
     """Write a route to the tensors file by file. If this raises, they hold a mixture."""
     for step in route:
         if step.from_anchor:
-            _write_anchor(folder, step, boxes)
+            for file in step.manifest.anchor:
+                write_anchor(files[step.version, file.name], step, file, boxes)
             continue
-        for place in range(len(step.manifest.delta)):
-            change = read_change(folder, step, boxes, [place])
+        for place, file in enumerate(step.manifest.delta):
+            frames = _frames_of_file(files[step.version, file.name], step, boxes, place)
+            change = change_of(step, boxes, frames)
             change.check(keep_old=False)
             change.apply()
             change.count()
 
 
-def _write_anchor(folder: Path, step: Step, boxes: Boxes) -> None:
-    """Each tensor is compared with the manifest's sum, written, and read back."""
-    for path, place, x in _anchor_tensors(folder, step):
+def write_anchor(blob: _blob.Blob, step: Step, file: File, boxes: Boxes) -> None:
+    """Each tensor of an anchor's file is compared with the manifest's sum, written, and read back."""
+    found = _blob.headers(blob)
+    for place in file.tensors:
         entry = step.manifest.tensors[place]
-        if (dtype_name(x.dtype), tuple(x.shape)) != (entry.dtype, entry.shape):
-            raise FormatError(f"{path}: tensor {entry.name!a} is {dtype_name(x.dtype)} {list(x.shape)}")
+        header = found.get(entry.name)
+        if header is None or (header.dtype, header.shape) != (entry.dtype, entry.shape):
+            raise FormatError(f"{blob.where}: tensor {entry.name!a} is {header and header[:2]}")
+        if not boxes[place]:
+            continue  # not on this rank
+        x = _blob.tensor(blob, header)
         if delta.checksum(flat(x), step.manifest.key) != entry.sum:
-            raise FormatError(f"{path}: tensor {entry.name!a} has another sum than the manifest says")
+            raise FormatError(f"{blob.where}: tensor {entry.name!a} has another sum than the manifest says")
         for box in boxes[place]:
             wanted = box.of(x.to(box.place.dst.device))
             box.view().copy_(wanted)
             if not torch.equal(bits(box.view()), bits(wanted)):
                 raise MismatchError(f"subscriber: version {step.version}: tensor {entry.name!r} was not written right")
             box.sum = entry.sum if box.is_whole else box.read_sum(step.manifest.key)
-
-
-def _anchor_tensors(folder: Path, step: Step) -> Iterator[tuple[Path, int, torch.Tensor]]:
-    for file in step.manifest.anchor:
-        path = folder / _folder.version_name(step.version) / file.name
-        with _folder.open_tensors(path) as opened:
-            for place in file.tensors:
-                yield path, place, opened.get_tensor(step.manifest.tensors[place].name)
 
 
 def check_sums(version: int, key: int, boxes: Boxes) -> None:

@@ -18,6 +18,7 @@ from spccl.errors import ArgumentError, MismatchError, StateError
 from . import _encode, _folder, _route, _staged, delta
 from ._encode import Writer
 from ._lock import Lock
+from ._source import Folder
 from ._tensors import Named, Tensors, dtype_name, kept, named_tensors
 from .manifest import Entry, Latest, Manifest, sha256
 from .subscriber import LEAST_STAGING_BYTES, Subscriber
@@ -85,6 +86,7 @@ class Publisher:
             raise ArgumentError(f"publisher: key={key}: wanted 64 bits")
         _folder.need_safetensors()
         self.folder = Path(folder)
+        self._source = Folder(self.folder)
         self.keep, self.anchor_share = keep, anchor_share
         self.before_write, self.after_write = before_write, after_write
         self._given = kept(tensors)
@@ -174,7 +176,7 @@ class Publisher:
         if self._latest is None:
             return
         pairs = list(zip(self._tensors, self._dtypes, strict=True))
-        newest = _folder.read_manifest(self.folder, self._latest.version, self._latest.sha256)
+        newest = self._source.manifest(self._latest.version, self._latest.sha256)
         _require_same(self.folder, newest, [_entry(one, dtype, None, 0) for one, dtype in pairs])
         if key not in (None, newest.key):
             raise ArgumentError(f"publisher: key={key:#x}, {self.folder} has {newest.key:#x}: leave it out")
@@ -192,7 +194,7 @@ class Publisher:
         chain = [_Link.of(manifest)]
         there = set(_folder.versions_in(self.folder))
         while manifest.parent in there:
-            manifest = _folder.read_manifest(self.folder, manifest.parent, str(manifest.parent_sha256))
+            manifest = self._source.manifest(manifest.parent, str(manifest.parent_sha256))
             chain.append(_Link.of(manifest))
         return chain[::-1]
 
@@ -317,10 +319,11 @@ class Publisher:
             if writer.kept is not None:
                 _staged.change_of(step, boxes, _staged.frames_of(writer.kept, manifest)).apply()
             else:
-                for place in range(len(manifest.delta)):
-                    change = _staged.read_change(self.folder, step, boxes, [place])
-                    change.check(keep_old=False)
-                    change.apply()
+                files = _staged.open_files(self._source, [step])
+                try:
+                    _staged.commit_large(files, [step], boxes)
+                finally:
+                    _staged.close_files(files)
         self._have = have
 
     def _remove_old(self, newest: Manifest) -> None:
@@ -346,9 +349,9 @@ class Publisher:
             return None
         if self._have is None or self._have.version != self._latest.version:
             self._seed(None)
-        route = _route.find_route(self.folder, self._latest, self._latest.version, None)
-        _route.require_chain(self.folder, route, None)
-        _staged.check_files(self.folder, route)
+        route = _route.find_route(self._source, self._latest, self._latest.version, None)
+        _route.require_chain(self._source, route, None)
+        _staged.close_files(_staged.open_files(self._source, route))
         for entry, x in zip(self._have.entries, self.base, strict=True):
             if self._sum(x) != entry.sum:
                 raise MismatchError(f"publisher: tensor {entry.name!r}: the base is not version {self._have.version}")

@@ -12,6 +12,7 @@ import torch
 from spccl.errors import ArgumentError, FormatError, MismatchError, StateError, TimeoutError
 
 from . import _folder, _route, _staged
+from ._source import Folder, Source
 from ._tensors import Box, Named, Tensors, boxes_of_model, boxes_of_plan, kept, named_tensors, require_apart
 from .manifest import Entry, Latest
 
@@ -53,6 +54,7 @@ class Subscriber:
     ):
         _folder.need_safetensors()
         self.folder = Path(folder)
+        self._source: Source = Folder(self.folder)
         self.before_read = before_read
         self._plan = places
         self._given: Any = None
@@ -67,7 +69,7 @@ class Subscriber:
         self._have: _route.Have | None = None
         self._key = 0
         self._boxes: list[list[Box]] = []
-        self._staged: tuple[list[_route.Step], list[_staged.Change] | None, list[list[Box]]] | None = None
+        self._staged: _staged.Staged | None = None
         self._undo: tuple[_route.Have, list[_staged.Change]] | None = None
 
     def _named(self) -> list[Named]:
@@ -106,52 +108,57 @@ class Subscriber:
         """
         self.abandon()
         self._undo = None
-        if self.before_read is not None:
-            self.before_read(self.folder)
-        latest = self._wait(version, timeout_s)
-        for _ in range(3):
-            try:
-                return self._stage(latest, latest.version if version is None else version)
-            except FormatError:
-                newer = _folder.read_latest(self.folder)
-                if version is not None or newer is None or newer == latest:
-                    raise
-                latest = newer  # the publisher removed what was being read
-        return self._stage(latest, latest.version)
-
-    def _wait(self, version: int | None, timeout_s: float) -> Latest:
         deadline, pause_s = time.monotonic() + timeout_s, _LEAST_POLL_S
         while True:
-            latest = _folder.read_latest(self.folder)
-            if latest is not None and (version is None or latest.version >= version):
-                return latest
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
-            pause_s = min(2 * pause_s, _MOST_POLL_S)
             if self.before_read is not None:
                 self.before_read(self.folder)
+            try:
+                latest = self._source.latest()
+                if latest is not None and (version is None or latest.version >= version):
+                    return self._stage_newest(latest, version)
+            except FormatError as error:
+                if not hasattr(error, "not_whole") or time.monotonic() >= deadline:
+                    raise
+            else:
+                if time.monotonic() >= deadline:
+                    self._give_up(latest, version, timeout_s)
+            time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+            pause_s = min(2 * pause_s, _MOST_POLL_S)
+
+    def _give_up(self, latest: Latest | None, version: int | None, timeout_s: float) -> None:
+        """Raise what says that a version was not published."""
         if timeout_s > 0:
             newest = "none" if latest is None else str(latest.version)
             wanted = "a version" if version is None else f"version {version}"
             raise TimeoutError(
                 f"subscriber: {self.folder}: waited {timeout_s:g} s for {wanted}, the newest is {newest}"
             )
-        return _route.require_latest(self.folder, latest)
+        _route.require_there(self._source, _route.require_latest(self._source, latest), version)
+
+    def _stage_newest(self, latest: Latest, version: int | None) -> int:
+        for _ in range(3):
+            try:
+                return self._stage(latest, latest.version if version is None else version)
+            except FormatError:
+                newer = self._source.latest()
+                if version is not None or newer is None or newer == latest:
+                    raise
+                latest = newer  # the publisher removed what was being read
+        return self._stage(latest, latest.version)
 
     def _stage(self, latest: Latest, version: int) -> int:
-        route = _route.find_route(self.folder, latest, version, self._have)
+        route = _route.find_route(self._source, latest, version, self._have)
         if not route:
-            self._staged = ([], [], self._boxes)
+            self._staged = _staged.Staged([], [], self._boxes, {})
             return version
-        _route.require_chain(self.folder, route, self._have)
+        _route.require_chain(self._source, route, self._have)
         boxes = self._find_boxes(route[0].manifest.tensors)
-        _staged.check_files(self.folder, route)
-        changes = None
         if not route[0].from_anchor and _staged.staged_bytes(route, boxes) <= self.staging_bytes:
-            changes = [_staged.read_change(self.folder, step, boxes) for step in route]
+            changes = [_staged.read_change(self._source, step, boxes) for step in route]
             changes[0].check(keep_old=True)
-        self._staged = route, changes, boxes
+            self._staged = _staged.Staged(route, changes, boxes, {})
+        else:
+            self._staged = _staged.Staged(route, None, boxes, _staged.open_files(self._source, route))
         return version
 
     def _find_boxes(self, entries: Sequence[Entry]) -> list[list[Box]]:
@@ -168,7 +175,9 @@ class Subscriber:
 
     def abandon(self) -> None:
         """Drop what is staged."""
-        self._staged = None
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            _staged.close_files(staged.files)
 
     @torch.inference_mode()  # so that weights that were made in that mode can be written
     def commit(self) -> int:
@@ -179,13 +188,16 @@ class Subscriber:
         """
         if self._staged is None:
             raise StateError("subscriber: commit without stage")
-        (route, changes, boxes), self._staged = self._staged, None
+        (route, changes, boxes, files), self._staged = self._staged, None
         if not route:
             return int(self._have.version)
         before = self._have
         self._have = None  # while this writes, and if it fails
         if changes is None:
-            _staged.commit_large(self.folder, route, boxes)
+            try:
+                _staged.commit_large(files, route, boxes)
+            finally:
+                _staged.close_files(files)
         else:
             begun: list[_staged.Change] = []
             try:
@@ -247,8 +259,8 @@ class Subscriber:
         Raises: as `stage`; MismatchError that names a tensor with other bits.
         """
         self.abandon()
-        latest = _route.require_latest(self.folder, _folder.read_latest(self.folder))
-        route = _route.find_route(self.folder, latest, latest.version if version is None else version, None)
+        latest = _route.require_latest(self._source, self._source.latest())
+        route = _route.find_route(self._source, latest, latest.version if version is None else version, None)
         self._have = self._undo = None
         boxes = self._find_boxes(route[-1].manifest.tensors)
         for entry, places in zip(route[-1].manifest.tensors, boxes, strict=True):
