@@ -20,7 +20,7 @@ import safetensors.torch  # noqa: E402
 from sync_runs import STAGING, Net, change, in_child, published, received, state  # noqa: E402
 
 import spccl  # noqa: E402
-from spccl.sync import Publisher, Subscriber, _encode  # noqa: E402
+from spccl.sync import Publisher, Subscriber, _encode, _folder  # noqa: E402
 
 
 def kill_at(n: int) -> None:
@@ -118,6 +118,36 @@ def test_full_disk(tmp_path, density):
         push.publish()
     pull.apply()
     assert state(copy) == state(net)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_publish_that_cannot_be_taken_back(tmp_path, monkeypatch, is_named):
+    """`latest` cannot be replaced, nor the version's folder renamed back; or it is replaced, and the call says it was
+    not. The same publisher goes on."""
+    net = Net()
+    with Publisher(tmp_path, net) as push:
+        push.publish()
+        change(net, 1)
+        real, rename = _folder.replace_latest, os.rename
+
+        def fails(*args) -> None:
+            if is_named:
+                real(*args)
+            monkeypatch.setattr(os, "rename", lambda *_: fails_too())
+            raise OSError(5, "bad disk")
+
+        def fails_too() -> None:
+            raise OSError(5, "bad disk again")
+
+        monkeypatch.setattr(_folder, "replace_latest", fails)
+        with pytest.raises(spccl.SystemCallError, match=r"bad disk$"):
+            push.publish()
+        monkeypatch.setattr(_folder, "replace_latest", real)
+        monkeypatch.setattr(os, "rename", rename)
+        assert received(tmp_path)[0] == 1 + is_named
+        assert push.publish() == 2 + is_named
+        push.verify()
+    assert received(tmp_path) == (2 + is_named, state(net))
 
 
 def test_two_publishers(tmp_path):

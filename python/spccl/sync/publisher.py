@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -102,6 +103,7 @@ class Publisher:
         self.base: list[torch.Tensor] = []
         self._have: _route.Have | None = None  # what `base` holds
         self._latest: Latest | None = None
+        self._pending: Latest | None = None  # what `latest` may be after a publish that failed
         self._chain: list[_Link] = []
         self._stats: dict[str, int] = {}
         try:
@@ -254,6 +256,8 @@ class Publisher:
             raise StateError(f"publisher: {self.folder}: it is closed")
         self._lock.require()
         found = _folder.read_latest(self.folder)
+        if found is not None and found == self._pending:
+            self._latest = found  # a publish raised, though its last rename had succeeded
         if found != self._latest:
             raise StateError(
                 f"publisher: {self.folder / _folder.LATEST} is {found}, wanted {self._latest}: changed by others"
@@ -298,13 +302,17 @@ class Publisher:
     def _put_in_place(self, work: Path, manifest: Manifest, latest: Latest) -> None:
         """The version appears under its name, then `latest` names it."""
         place = self.folder / _folder.version_name(manifest.version)
+        if os.path.lexists(place):  # of a publish that could not take back its name; `latest` does not name it
+            _folder.remove_version(self.folder, manifest.version)
         os.rename(work, place)
+        self._pending = latest
         try:
             _folder.sync_folder(self.folder)
             _folder.replace_latest(self.folder, latest)
         except BaseException:
-            if _folder.read_latest(self.folder) == self._latest:
-                os.rename(place, work)
+            with contextlib.suppress(OSError):
+                if _folder.read_latest(self.folder) == self._latest:
+                    os.rename(place, work)
             raise
         self._latest = latest
         _folder.sync_folder(self.folder)
