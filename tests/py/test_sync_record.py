@@ -168,3 +168,25 @@ def test_proof_names_the_tensor():
         prove(plan, checkpoint(), [("extra", extra)])
     with pytest.raises(MismatchError, match="'head'"):
         prove(plan, checkpoint()[:-1])
+
+
+def test_proof_of_a_plan_with_dense_tensors():
+    """What load_weights writes of a dense tensor is known; a parameter that nothing wrote is named nevertheless."""
+    params = {name: torch.zeros(4, 4) for name in ("cast", "half", "twice", "plain", "other")}
+
+    def load_weights(weights):
+        for name, x in weights:
+            params[name].view(torch.int32).copy_(x) if name == "cast" else params[name].copy_(x)
+            if name == "half":
+                params[name][:2].mul_(2)
+            if name == "twice":
+                params[name].copy_(x * 2)
+
+    names = ["cast", "half", "twice", "plain"]
+    plan = record(load_weights, [(name, torch.float32, (4, 4)) for name in names])
+    assert set(plan.dense) == {"cast", "half", "twice"}
+    weights = [(name, torch.rand(4, 4)) for name in names]
+    load_weights(weights)
+    prove(plan, weights, [(name, params[name]) for name in names])
+    with pytest.raises(MismatchError, match="'other': 16 of 16"):
+        prove(plan, weights, params.items())

@@ -38,7 +38,7 @@ class Plan(Mapping[str, list[Place]]):
         places: of each name.
         dense: names that no place describes, and why. They are not keys of this mapping, so a `Subscriber` refuses
             them by name: only load_weights loads them.
-        fixed: memory that load_weights fills without a source, such as padding.
+        fixed: memory that load_weights fills otherwise: without a source, such as padding, or with a `dense` tensor.
     """
 
     places: dict[str, list[Place]]
@@ -71,7 +71,8 @@ def record(
     with torch.no_grad(), recorder:
         load_weights(recorder.sources(tensors))
     places = {name: found for name, found in recorder.places.items() if name not in recorder.dense}
-    return Plan(places, recorder.dense, recorder.fixed)
+    fixed = recorder.fixed + [place.dst for name in recorder.dense for place in recorder.places[name]]
+    return Plan(places, recorder.dense, fixed)
 
 
 class _Recorder(TorchDispatchMode):
@@ -128,6 +129,7 @@ class _Recorder(TorchDispatchMode):
                 self.places[name] += list(_boxes(args[0], args[1], source))
             except _Refused as why:
                 self.dense.setdefault(name, str(why))
+                self.fixed.append(args[0])
             return
         for name in names:
             self.dense.setdefault(name, f"load_weights computes with it: {func}")
@@ -231,19 +233,24 @@ def prove(
                 raise MismatchError(f"prove: tensor {name!r}: the receiver does not hold these bits at its place")
     if missing:
         raise MismatchError(f"prove: tensor {min(missing)!r}: the checkpoint does not have it")
-    if not plan.dense:
-        _require_covered(plan, parameters)
+    _require_covered(plan, parameters)
 
 
 def _require_covered(plan: Plan, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises: MismatchError that names a parameter of which a part has no place: its memory was written otherwise."""
     known = [place.dst for found in plan.places.values() for place in found] + plan.fixed
     for name, x in parameters:
-        seen = torch.zeros(x.untyped_storage().nbytes() // x.itemsize, dtype=torch.bool)
+        seen = torch.zeros(x.untyped_storage().nbytes(), dtype=torch.bool)
         for part in known:
-            if _storage(part) == _storage(x) and part.itemsize == x.itemsize:
-                seen.as_strided(part.shape, part.stride(), part.storage_offset()).fill_(True)
-        mine = seen.as_strided(x.shape, x.stride(), x.storage_offset())
+            if _storage(part) == _storage(x):
+                _bytes_of(part, seen).fill_(True)
+        mine = _bytes_of(x, seen).all(-1)
         if not bool(mine.all()):
             n = int((~mine).sum())
             raise MismatchError(f"prove: parameter {name!r}: {n} of {x.numel()} elements have no place")
+
+
+def _bytes_of(x: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    """Of flags for each byte of a storage, those of a tensor: its shape, and the bytes of an element."""
+    n = x.itemsize
+    return flags.as_strided((*x.shape, n), (*(n * stride for stride in x.stride()), 1), n * x.storage_offset())
