@@ -19,7 +19,7 @@ import safetensors  # noqa: E402
 from sync_runs import Net, change, edit, in_child, published, received, state  # noqa: E402
 
 import spccl  # noqa: E402
-from spccl.sync import Publisher, Subscriber, _staged, delta  # noqa: E402
+from spccl.sync import Place, Publisher, Subscriber, _staged, delta  # noqa: E402
 from spccl.sync.manifest import sha256  # noqa: E402
 
 
@@ -221,6 +221,26 @@ def test_something_else_writes_to_the_receiver(tmp_path):
         assert not pull.synced
         assert pull.apply() == 2  # from the anchor
         assert state(copy) == state(net)
+
+
+def test_something_else_writes_to_a_tensor_in_two_places(tmp_path):
+    """Its left and right halves lie apart, the left one twice: together they are compared before the first write."""
+    x, halves = torch.zeros(6, 8), [torch.zeros(6, 4) for _ in range(3)]
+    places = [Place(half, 8, 0, 6, 4 * (n == 1), 4, 4) for n, half in enumerate(halves)]
+    pull = Subscriber(tmp_path, places={"x": places})
+    with Publisher(tmp_path, {"x": x}) as push:
+        for number in range(3):
+            x[2, 1] += 1
+            x[3, 7] += 1
+            push.publish()
+            if number < 2:
+                assert pull.apply() == number + 1
+    assert torch.equal(torch.cat(halves[:2], dim=1)[3], torch.tensor([0.0] * 7 + [2.0]))
+    halves[1][3, 3] += 1
+    with pytest.raises(
+        spccl.MismatchError, match=r"version 3: tensor 'x': elements 0 to 48 are not"
+    ):
+        pull.stage()
 
 
 @pytest.mark.parametrize("call", ["apply", "check"])

@@ -18,7 +18,7 @@ from spccl.errors import FormatError, MismatchError
 from . import _blob, delta
 from ._route import Step
 from ._source import Source
-from ._tensors import Box, bits, flat
+from ._tensors import Box, apart, bits, flat
 from .manifest import MASK, File, Manifest, Part
 
 Boxes = Sequence[Sequence[Box]]  # of each tensor
@@ -51,20 +51,33 @@ class Change:
         """
         if not self.parts:
             return
-        where = f"subscriber: version {self.step.version}"
         if keep_old:
             dst = self.parts[0][0].place.dst
             self.old = torch.empty(delta.old_bytes(self.targets), dtype=torch.uint8, device=dst.device)
         try:
             self.changes = delta.check(self.targets, self.step.manifest.key, self.old)
         except FormatError as error:
-            raise FormatError(f"{where}: {self._named(str(error))}") from error
+            text = self._named(str(error))
+            raise FormatError(f"subscriber: version {self.step.version}: {text}") from error
+        self._compare()
+
+    def _compare(self) -> None:
+        """A part that lies here whole, in one place or in several together, has the change of the manifest."""
+        found: dict[tuple[str, Part], dict[Box, int]] = {}
         for (box, part), change in zip(self.parts, self.changes, strict=True):
-            if box.covers(part.first, part.n_elems) and change != part.sum_change:
-                raise MismatchError(
-                    f"{where}: tensor {box.entry.name!r}: elements {part.first} to {part.first + part.n_elems} are not "
-                    f"those of version {self.step.version - 1}: something else wrote to them"
-                )
+            found.setdefault((box.entry.name, part), {})[box] = change
+        for (name, part), changes in found.items():
+            sets = [[box] for box in changes]
+            if len(sets) > 1:
+                sets.append(apart(list(changes)))
+            for boxes in sets:
+                is_whole = sum(box.n_within(part.first, part.n_elems) for box in boxes) == part.n_elems
+                if is_whole and (sum(changes[box] for box in boxes) - part.sum_change) & MASK:
+                    raise MismatchError(
+                        f"subscriber: version {self.step.version}: tensor {name!r}: elements "
+                        f"{part.first} to {part.first + part.n_elems} are not those of version "
+                        f"{self.step.version - 1}: something else wrote to them"
+                    )
 
     def _named(self, text: str) -> str:
         """The text of an error of delta.py, with the tensor's name in place of its number."""
@@ -129,7 +142,7 @@ def _needed(step: Step, boxes: Boxes) -> Iterator[tuple[Part, Box]]:
     for entry, places in zip(step.manifest.tensors, boxes, strict=True):
         for part in entry.parts if places else ():
             for box in places:
-                if box.meets(part.first, part.n_elems):
+                if box.n_within(part.first, part.n_elems):
                     yield part, box
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Tensors = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
+_MOST_COMPARED = 256  # boxes of a tensor
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _IN_FRAMES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, *_INTS.values())
 
@@ -138,22 +139,17 @@ class Box:
         rows = flat(x).view(-1, p.row_elems)
         return rows[p.row_first : p.row_first + p.n_rows, p.col_first : p.col_first + p.n_cols]
 
-    def _span(self) -> tuple[int, int]:
-        """The tensor's first element here, and that behind the last."""
+    def _before(self, element: int) -> int:
+        """How many elements here are before this one of the tensor."""
         p = self.place
-        start = p.row_first * p.row_elems + p.col_first
-        return start, start + (p.n_rows - 1) * p.row_elems + p.n_cols
+        row, col = divmod(element, p.row_elems)
+        rows = min(max(row - p.row_first, 0), p.n_rows)
+        is_here = p.row_first <= row < p.row_first + p.n_rows
+        return rows * p.n_cols + (min(max(col - p.col_first, 0), p.n_cols) if is_here else 0)
 
-    def meets(self, first: int, n_elems: int) -> bool:
-        """Whether elements of the tensor from `first` on may lie here."""
-        start, end = self._span()
-        return first < end and first + n_elems > start
-
-    def covers(self, first: int, n_elems: int) -> bool:
-        """Whether all of these elements lie here."""
-        start, end = self._span()
-        is_flat = self.place.n_rows == 1 or self.place.n_cols == self.place.row_elems
-        return is_flat and start <= first and first + n_elems <= end
+    def n_within(self, first: int, n_elems: int) -> int:
+        """How many of these elements of the tensor lie here."""
+        return self._before(first + n_elems) - self._before(first)
 
     def read_sum(self, key: int) -> int:
         """The sum of what lies here now."""
@@ -163,6 +159,20 @@ class Box:
             return delta.checksum(view.reshape(-1), key, first)
         rows = (delta.checksum(row, key, first + i * p.row_elems) for i, row in enumerate(view))
         return sum(rows) & MASK
+
+
+def apart(boxes: Sequence[Box]) -> list[Box]:
+    """Boxes of a tensor, each part of it once; none if two parts overlap otherwise, or may."""
+    found = list({box.part: box for box in boxes}.values())
+    if len(found) == 1:
+        return found
+    if len({box.place.row_elems for box in found}) > 1 or len(found) > _MOST_COMPARED:
+        return []
+    for a, b in itertools.combinations((box.place for box in found), 2):
+        rows = a.row_first < b.row_first + b.n_rows and b.row_first < a.row_first + a.n_rows
+        if rows and a.col_first < b.col_first + b.n_cols and b.col_first < a.col_first + a.n_cols:
+            return []
+    return found
 
 
 def boxes_of_model(who: str, entries: Sequence[Entry], tensors: Sequence[Named]) -> list[list[Box]]:
