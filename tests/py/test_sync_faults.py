@@ -19,7 +19,7 @@ import safetensors  # noqa: E402
 from sync_runs import Net, change, edit, in_child, published, received, state  # noqa: E402
 
 import spccl  # noqa: E402
-from spccl.sync import Place, Publisher, Subscriber, _staged, delta  # noqa: E402
+from spccl.sync import Place, Publisher, Subscriber, _chain, _staged, delta  # noqa: E402
 from spccl.sync.manifest import sha256  # noqa: E402
 
 
@@ -237,15 +237,14 @@ def test_something_else_writes_to_a_tensor_in_two_places(tmp_path):
                 assert pull.apply() == number + 1
     assert torch.equal(torch.cat(halves[:2], dim=1)[3], torch.tensor([0.0] * 7 + [2.0]))
     halves[1][3, 3] += 1
-    with pytest.raises(
-        spccl.MismatchError, match=r"version 3: tensor 'x': elements 0 to 48 are not"
-    ):
+    with pytest.raises(spccl.MismatchError, match=r"version 3: tensor 'x': elements 0 to 48 are not"):
         pull.stage()
 
 
 @pytest.mark.parametrize("call", ["apply", "check"])
 def test_an_error_in_the_middle_restores_all(tmp_path, monkeypatch, call):
-    """Three deltas in one commit; the second or third fails after some of its writes."""
+    """Three deltas in one commit; the second or third fails after some of its writes. Or a check fails there: of
+    deltas that stage had no room to check."""
     net, copy = Net(), Net(1)
     pull = Subscriber(tmp_path, copy)
     with Publisher(tmp_path, net) as push:
@@ -265,16 +264,41 @@ def test_an_error_in_the_middle_restores_all(tmp_path, monkeypatch, call):
             real(first_half(targets))
         raise spccl.DeviceError("no more")
 
-    pull.stage()
     with monkeypatch.context() as patch:
-        patch.setattr(delta, call, fails)
         if call == "check":
             n_calls.append(1)
+            check_chain = _chain.check_chain
+            patch.setattr(_chain, "check_chain", lambda changes, _: check_chain(changes, 0))
+        pull.stage()
+        patch.setattr(delta, call, fails)
         with pytest.raises(spccl.DeviceError, match="no more"):
             pull.commit()
     assert state(copy) == before and pull.version == 1
     assert pull.apply() == 4
     assert state(copy) == state(net)
+
+
+def test_later_deltas_are_checked_before_the_pause(tmp_path):
+    """The last of three deltas is not what its sum says: stage finds it, and nothing is written."""
+    net, copy = Net(), Net(1)
+    pull = Subscriber(tmp_path, copy)
+    states = published(tmp_path, net, 4, anchor_share=9)
+    pull.apply(1)
+    path = tmp_path / "v000004" / "delta-00001.safetensors"
+    manifest = json.loads((path.parent / "manifest.json").read_text())
+    part = next(x["parts"][0] for x in manifest["tensors"] if x["name"] == "body.bias")
+    good = path.read_bytes()
+    bad = bytearray(good)
+    bad[8 + int.from_bytes(good[:8], "little") + part["offset"] + part["bytes"] - 4] ^= 1
+    path.write_bytes(bad)
+    edit(path.parent, delta=[{**manifest["delta"][0], "sha256": sha256(bytes(bad))}])
+    with pytest.raises((spccl.FormatError, spccl.MismatchError), match=r"version 4: .*tensor 'body.bias'"):
+        pull.stage()
+    assert state(copy) == states[1]
+    path.write_bytes(good)
+    edit(path.parent, delta=manifest["delta"])
+    assert pull.apply() == 4 and state(copy) == states[4]
+    assert pull.rollback() == 1 and state(copy) == states[1]
 
 
 def test_a_large_change_that_fails_leaves_the_receiver_unsynced(tmp_path, monkeypatch):

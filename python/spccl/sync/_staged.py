@@ -36,30 +36,51 @@ class Staged(NamedTuple):
 
 @dataclasses.dataclass
 class Change:
-    """Frames of a version, and the places that they go to. `old`: the values before, once `check` has read them."""
+    """Frames of a version, and the places that they go to. `olds`: the values before, once a check has read them."""
 
     step: Step
     targets: delta.Packed
     parts: list[tuple[Box, Part]]  # of each target
     changes: list[int] = dataclasses.field(default_factory=list)
-    old: torch.Tensor | None = None
+    olds: list[tuple[delta.Packed, torch.Tensor]] = dataclasses.field(default_factory=list)
+    is_checked: bool = False
+
+    def __post_init__(self) -> None:
+        self.changes = [0] * len(self.parts)
 
     def check(self, keep_old: bool) -> None:
         """Read the old values, and compare what the sums become with the manifest. Writes nothing to the tensors.
 
         Raises: MismatchError, FormatError that name the tensor and the version.
         """
-        if not self.parts:
-            return
+        if self.parts:
+            self.changes = self._check(range(len(self.parts)), self.targets, self.targets, keep_old)
+        self.end_checks()
+
+    def check_some(self, numbers: Sequence[int], copies: delta.Packed) -> None:
+        """As `check`, of some targets, in copies of what lies at the places; `end_checks` compares."""
+        here = delta.Packed([self.targets.targets[number] for number in numbers], self.targets.key)
+        for number, change in zip(numbers, self._check(numbers, copies, here, keep_old=True), strict=True):
+            self.changes[number] = change
+
+    def _check(self, numbers: Sequence[int], where: delta.Packed, here: delta.Packed, keep_old: bool) -> list[int]:
+        old = None
         if keep_old:
             dst = self.parts[0][0].place.dst
-            self.old = torch.empty(delta.old_bytes(self.targets), dtype=torch.uint8, device=dst.device)
+            old = torch.empty(delta.old_bytes(here), dtype=torch.uint8, device=dst.device)
         try:
-            self.changes = delta.check(self.targets, self.step.manifest.key, self.old)
+            changes = delta.check(where, self.targets.key, old)
         except FormatError as error:
-            text = self._named(str(error))
+            text = self._named(numbers, str(error))
             raise FormatError(f"subscriber: version {self.step.version}: {text}") from error
+        if old is not None:
+            self.olds.append((here, old))
+        return changes
+
+    def end_checks(self) -> None:
+        """Raises: MismatchError that names the first part whose change is not the manifest's."""
         self._compare()
+        self.is_checked = True
 
     def _compare(self) -> None:
         """A part that lies here whole, in one place or in several together, has the change of the manifest."""
@@ -79,17 +100,18 @@ class Change:
                         f"{self.step.version - 1}: something else wrote to them"
                     )
 
-    def _named(self, text: str) -> str:
+    def _named(self, numbers: Sequence[int], text: str) -> str:
         """The text of an error of delta.py, with the tensor's name in place of its number."""
-        return re.sub(r"targets\[(\d+)\]", lambda m: f"tensor {self.parts[int(m[1])][0].entry.name!r}", text, count=1)
+        name = lambda m: f"tensor {self.parts[numbers[int(m[1])]][0].entry.name!r}"  # noqa: E731
+        return re.sub(r"targets\[(\d+)\]", name, text, count=1)
 
     def apply(self) -> None:
         if self.parts:
             delta.apply(self.targets)
 
     def undo(self) -> None:
-        if self.parts:
-            delta.undo(self.targets, self.old)
+        for targets, old in self.olds:
+            delta.undo(targets, old)
 
     def count(self, sign: int = 1) -> None:
         """The sums of the boxes follow."""
@@ -205,12 +227,12 @@ def staged_bytes(route: Sequence[Step], boxes: Boxes) -> int:
 
 
 def commit_small(changes: Sequence[Change], begun: list[Change]) -> None:
-    """Apply all changes. The first is checked already; each later one is checked where the one before left off.
+    """Apply all changes. One that is not checked yet is checked where the one before left off.
 
     Args: begun: gets each change before it is applied. If this raises, the caller undoes these.
     """
-    for place, change in enumerate(changes):
-        if place:
+    for change in changes:
+        if not change.is_checked:
             change.check(keep_old=True)
         begun.append(change)
         change.apply()

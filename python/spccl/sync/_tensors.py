@@ -151,6 +151,20 @@ class Box:
         """How many of these elements of the tensor lie here."""
         return self._before(first + n_elems) - self._before(first)
 
+    def cut(self, first: int, n_elems: int) -> Place:
+        """The place of these elements of the tensor, and of few others: whole rows, if they are of several."""
+        p = self.place
+        rows = (
+            max(p.row_first, first // p.row_elems),
+            min(p.row_first + p.n_rows, (first + n_elems - 1) // p.row_elems + 1),
+        )
+        cols = p.col_first, p.col_first + p.n_cols
+        if rows[1] - rows[0] == 1:
+            start = rows[0] * p.row_elems
+            cols = max(cols[0], first - start), min(cols[1], first + n_elems - start)
+        dst = self.view()[rows[0] - p.row_first : rows[1] - p.row_first, cols[0] - p.col_first : cols[1] - p.col_first]
+        return delta.Place(dst, p.row_elems, rows[0], rows[1] - rows[0], cols[0], cols[1] - cols[0], p.dst_row_elems)
+
     def read_sum(self, key: int) -> int:
         """The sum of what lies here now."""
         p, view = self.place, self.view()

@@ -11,7 +11,7 @@ import torch
 
 from spccl.errors import ArgumentError, FormatError, MismatchError, StateError, TimeoutError
 
-from . import _folder, _route, _staged
+from . import _chain, _folder, _route, _staged
 from ._source import Folder, Source
 from ._tensors import Box, Named, Tensors, boxes_of_model, boxes_of_plan, kept, named_tensors, require_apart
 from .manifest import Entry, Latest
@@ -153,9 +153,10 @@ class Subscriber:
             return version
         _route.require_chain(self._source, route, self._have)
         boxes = self._find_boxes(route[0].manifest.tensors)
-        if not route[0].from_anchor and _staged.staged_bytes(route, boxes) <= self.staging_bytes:
+        left = self.staging_bytes - _staged.staged_bytes(route, boxes)
+        if not route[0].from_anchor and left >= 0:
             changes = [_staged.read_change(self._source, step, boxes) for step in route]
-            changes[0].check(keep_old=True)
+            _chain.check_chain(changes, max(left, self.staging_bytes // 4))
             self._staged = _staged.Staged(route, changes, boxes, {})
         else:
             self._staged = _staged.Staged(route, None, boxes, _staged.open_files(self._source, route))
