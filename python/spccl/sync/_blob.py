@@ -241,3 +241,31 @@ def tensor(blob: Blob, header: Header) -> torch.Tensor:
     if data.storage_offset() % 8:  # in memory, behind a header of any length
         data = data.clone()
     return data.view(getattr(torch, header.dtype)).view(header.shape)
+
+
+def dumped(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The bytes of a safetensors file of CPU tensors, [n_bytes] uint8."""
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    order = sorted(tensors, key=lambda name: -tensors[name].itemsize)  # so that all are aligned
+    head, end = {}, 0
+    for name in order:
+        x = tensors[name]
+        first, end = end, end + x.numel() * x.itemsize
+        dtype = names[str(x.dtype).removeprefix("torch.")]
+        head[name] = {"dtype": dtype, "shape": list(x.shape), "data_offsets": [first, end]}
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    out = torch.empty(8 + len(text) + end, dtype=torch.uint8)
+    out[:8] = torch.frombuffer(bytearray(len(text).to_bytes(8, "little")), dtype=torch.uint8)
+    out[8 : 8 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    at = 8 + len(text)
+    for name in order:
+        data = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
+        out[at : at + data.numel()] = data
+        at += data.numel()
+    return out
+
+
+def file_of(name: str, data: torch.Tensor, places: tuple[int, ...]) -> File:
+    """What a manifest says of a file. Args: data: its bytes."""
+    return File(name, data.numel(), hashlib.sha256(memoryview(data.numpy())).hexdigest(), places)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import torch
 
 from spccl.errors import ArgumentError, StateError
 
-from . import _folder, delta
+from . import delta
 from ._tensors import Box, flat, frame_dtype
 from .manifest import MASK, Entry, File, Part, file_name
 
 Pairs = Sequence[tuple[torch.Tensor, torch.dtype]]
+Write = Callable[[str, dict[str, torch.Tensor], tuple[int, ...]], File]
 
 SLICE_ELEMS = 1 << 16  # of a frame; parts are of whole slices
 PART_ELEMS, N_PARTS = 1 << 22, 4096  # parts are of the first, or larger: so many of a model
@@ -34,13 +34,13 @@ def sum_after(old: Entry, parts: Sequence[Part]) -> int:
 
 
 class Writer:
-    """Writes the files of one version to `folder`.
+    """Makes the files of one version, of tensors on the CPU: `write(name, tensors, places)` puts one where it belongs.
 
     `files`: the delta's. `kept`: the frames of the only one of them, still in memory; None if there are several.
     """
 
-    def __init__(self, folder: Path, key: int, staging_bytes: int):
-        self.folder, self.key, self.staging_bytes = folder, key, staging_bytes
+    def __init__(self, write: Write, key: int, staging_bytes: int):
+        self.write, self.key, self.staging_bytes = write, key, staging_bytes
         self.files: list[File] = []
         self.kept: torch.Tensor | None = None
 
@@ -79,8 +79,8 @@ class Writer:
         return [tuple(found) for found in parts]
 
     def _flush(self, frames: torch.Tensor) -> None:
-        path = self.folder / file_name("delta", len(self.files) + 1)
-        self.files.append(_folder.write_tensors(path, {"frames": frames.cpu()}))
+        name = file_name("delta", len(self.files) + 1)
+        self.files.append(self.write(name, {"frames": frames.cpu()}, ()))
 
     def anchor(self, entries: Sequence[Entry], now: Pairs) -> tuple[File, ...]:
         """Write the tensors themselves, several to a file of at most `staging_bytes` if a tensor is not larger.
@@ -91,8 +91,8 @@ class Writer:
         held: dict[int, torch.Tensor] = {}
 
         def flush() -> None:
-            path = self.folder / file_name("anchor", len(files) + 1)
-            files.append(_folder.write_tensors(path, {entries[i].name: x for i, x in held.items()}, tuple(held)))
+            name = file_name("anchor", len(files) + 1)
+            files.append(self.write(name, {entries[i].name: x for i, x in held.items()}, tuple(held)))
             held.clear()
 
         n_bytes = 0

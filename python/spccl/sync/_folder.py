@@ -116,11 +116,12 @@ def need_safetensors() -> None:
         raise UnsupportedError(f'spccl.sync needs safetensors 0.8 or later, {found}: pip install "safetensors>=0.8"')
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor], places: tuple[int, ...] = ()) -> File:
+def write_tensors(folder: Path, name: str, tensors: dict[str, torch.Tensor], places: tuple[int, ...]) -> File:
     """A safetensors file, synced to the disk and read back for its hash. Args: places: `File.tensors`."""
     import safetensors
     import safetensors.torch
 
+    path = folder / name
     try:
         safetensors.torch.save_file(tensors, path)
         os.chmod(path, 0o666 & os.stat(path.parent).st_mode)  # safetensors makes it readable for this user alone

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,7 +53,8 @@ class Publisher:
     one as its base and goes on from there.
 
     Args:
-        folder: on a disk that the receivers see, or that `after_write` copies. It is made if it is not there.
+        folder: on a disk that the receivers see, or that `after_write` copies. It is made if it is not there. Or a
+            group with the receivers: see `GroupPublisher`.
         tensors: a model, or tensors by name; tied weights travel once. On one device, dense.
         wire_dtype: float32 tensors are rounded to this dtype, bfloat16 or float16, or those that a mapping names. None:
             all travel as they are.
@@ -83,29 +84,15 @@ class Publisher:
     ):
         if keep < 1 or anchor_share < 0:
             raise ArgumentError(f"publisher: keep={keep}, anchor_share={anchor_share}: wanted at least 1, at least 0")
-        if key is not None and not 0 <= key < 1 << 64:
-            raise ArgumentError(f"publisher: key={key}: wanted 64 bits")
         _folder.need_safetensors()
         self.folder = Path(folder)
         self._source = Folder(self.folder)
         self.keep, self.anchor_share = keep, anchor_share
         self.before_write, self.after_write = before_write, after_write
-        self._given = kept(tensors)
-        self._tensors = named_tensors("publisher", self._given)
-        self._dtypes = [_wire_dtype(one, wire_dtype) for one in self._tensors]
-        self._check_names(wire_dtype)
-        pairs = zip(self._tensors, self._dtypes, strict=True)
-        self.weights_bytes = sum(one.tensor.numel() * dtype.itemsize for one, dtype in pairs)
-        self.staging_bytes = (
-            max(self.weights_bytes // 8, LEAST_STAGING_BYTES) if staging_bytes is None else staging_bytes
-        )
-        self._key = secrets.randbits(64) if key is None else key
-        self.base: list[torch.Tensor] = []
-        self._have: _route.Have | None = None  # what `base` holds
+        self._begin(tensors, wire_dtype, staging_bytes, key)
         self._latest: Latest | None = None
         self._pending: Latest | None = None  # what `latest` may be after a publish that failed
         self._chain: list[_Link] = []
-        self._stats: dict[str, int] = {}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             found = _folder.read_latest(self.folder)
@@ -119,6 +106,31 @@ class Publisher:
         except BaseException:
             self.close()
             raise
+
+    def __new__(cls, folder: object = None, *_args: object, **_kwargs: object) -> Publisher:
+        if cls is Publisher and not isinstance(folder, (str, os.PathLike)):
+            from .group import GroupPublisher
+
+            cls = GroupPublisher
+        return object.__new__(cls)
+
+    def _begin(self, tensors: Tensors, wire_dtype: Any, staging_bytes: int | None, key: int | None) -> None:
+        """The part that does not depend on where versions go."""
+        if key is not None and not 0 <= key < 1 << 64:
+            raise ArgumentError(f"publisher: key={key}: wanted 64 bits")
+        self._given = kept(tensors)
+        self._tensors = named_tensors("publisher", self._given)
+        self._dtypes = [_wire_dtype(one, wire_dtype) for one in self._tensors]
+        self._check_names(wire_dtype)
+        pairs = zip(self._tensors, self._dtypes, strict=True)
+        self.weights_bytes = sum(one.tensor.numel() * dtype.itemsize for one, dtype in pairs)
+        self.staging_bytes = (
+            max(self.weights_bytes // 8, LEAST_STAGING_BYTES) if staging_bytes is None else staging_bytes
+        )
+        self._key = secrets.randbits(64) if key is None else key
+        self.base: list[torch.Tensor] = []
+        self._have: _route.Have | None = None  # what `base` holds
+        self._stats: dict[str, int] = {}
 
     def __enter__(self) -> Publisher:
         return self
@@ -229,7 +241,7 @@ class Publisher:
             self._seed(None)  # the last publish failed after the version was in place
         version = 1 if self._latest is None else self._latest.version + 1
         work = self.folder / f"{_folder.UNFINISHED}{_folder.version_name(version)}"
-        writer = Writer(work, self._key, self.staging_bytes)
+        writer = Writer(lambda *file: _folder.write_tensors(work, *file), self._key, self.staging_bytes)
         try:
             shutil.rmtree(work, ignore_errors=True)  # of a publish whose files could not be removed
             os.mkdir(work)
@@ -264,7 +276,7 @@ class Publisher:
             )
 
     def _write(self, writer: Writer, version: int) -> Manifest:
-        """The files of a version in `writer.folder`."""
+        """The files of a version, by `writer`."""
         now = self._now()
         before = self._have
         if before is None:
@@ -281,7 +293,7 @@ class Publisher:
             for one, dtype, row in zip(self._tensors, self._dtypes, rows, strict=True)
         )
         anchor = ()
-        if before is None or self._chain_bytes(writer) > self.anchor_share * self.weights_bytes:
+        if before is None or self._wants_anchor(writer):
             anchor = writer.anchor(entries, now if before is not None else [(x, x.dtype) for x in self.base])
         parent = None if before is None else before.version
         parent_sha256 = None if before is None else before.sha256
@@ -290,14 +302,14 @@ class Publisher:
     def _sum(self, x: torch.Tensor) -> int:
         return _encode.sum_of(x, self._key)
 
-    def _chain_bytes(self, writer: Writer) -> int:
-        """Bytes of the deltas since the last anchor, this one included."""
+    def _wants_anchor(self, writer: Writer) -> bool:
+        """Whether the deltas since the last anchor, this one included, are many bytes."""
         n_bytes = sum(file.bytes for file in writer.files)
         for link in reversed(self._chain):
             if link.has_anchor:
                 break
             n_bytes += link.delta_bytes
-        return n_bytes
+        return n_bytes > self.anchor_share * self.weights_bytes
 
     def _put_in_place(self, work: Path, manifest: Manifest, latest: Latest) -> None:
         """The version appears under its name, then `latest` names it."""
@@ -360,10 +372,13 @@ class Publisher:
         route = _route.find_route(self._source, self._latest, self._latest.version, None)
         _route.require_chain(self._source, route, None)
         _staged.close_files(_staged.open_files(self._source, route))
+        self._verify_base()
+        return self._latest.version
+
+    def _verify_base(self) -> None:
         for entry, x in zip(self._have.entries, self.base, strict=True):
             if self._sum(x) != entry.sum:
                 raise MismatchError(f"publisher: tensor {entry.name!r}: the base is not version {self._have.version}")
-        return self._latest.version
 
 
 def _wire_dtype(one: Named, wanted: torch.dtype | Mapping[str, torch.dtype] | None) -> torch.dtype:

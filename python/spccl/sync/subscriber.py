@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ class Subscriber:
     hold a mixture, and the next `apply` begins with an anchor.
 
     Args:
-        folder: of the publisher.
+        folder: of the publisher; or a group with it: see `GroupSubscriber`.
         tensors: a model, or tensors by name, with the publisher's names, shapes and (wire) dtypes, contiguous. Not read
             if there are `places`.
         places: for receivers that rename, fuse or shard: a mapping of each of the publisher's names to a list of
@@ -54,8 +55,18 @@ class Subscriber:
     ):
         _folder.need_safetensors()
         self.folder = Path(folder)
-        self._source: Source = Folder(self.folder)
         self.before_read = before_read
+        self._begin(Folder(self.folder), tensors, places, staging_bytes)
+
+    def __new__(cls, folder: object = None, *_args: object, **_kwargs: object) -> Subscriber:
+        if cls is Subscriber and not isinstance(folder, (str, os.PathLike)):
+            from .group import GroupSubscriber
+
+            cls = GroupSubscriber
+        return object.__new__(cls)
+
+    def _begin(self, source: Source, tensors: Tensors | None, places: Any, staging_bytes: int | None) -> None:
+        self._source = source
         self._plan = places
         self._given: Any = None
         if places is None:
@@ -159,8 +170,11 @@ class Subscriber:
             _chain.check_chain(changes, max(left, self.staging_bytes // 4))
             self._staged = _staged.Staged(route, changes, boxes, {})
         else:
-            self._staged = _staged.Staged(route, None, boxes, _staged.open_files(self._source, route))
+            self._staged = _staged.Staged(route, None, boxes, self._open_files(route))
         return version
+
+    def _open_files(self, route: Sequence[_route.Step]) -> _staged.Files:
+        return _staged.open_files(self._source, route)
 
     def _find_boxes(self, entries: Sequence[Entry]) -> list[list[Box]]:
         """Where the tensors are now, with the sums of what they hold."""
@@ -189,16 +203,14 @@ class Subscriber:
         """
         if self._staged is None:
             raise StateError("subscriber: commit without stage")
-        (route, changes, boxes, files), self._staged = self._staged, None
+        staged, self._staged = self._staged, None
+        route, changes, boxes, _ = staged
         if not route:
             return int(self._have.version)
         before = self._have
         self._have = None  # while this writes, and if it fails
         if changes is None:
-            try:
-                _staged.commit_large(files, route, boxes)
-            finally:
-                _staged.close_files(files)
+            self._write_large(staged)
         else:
             begun: list[_staged.Change] = []
             try:
@@ -210,6 +222,13 @@ class Subscriber:
             self._undo = before, changes
         self._finish(route[-1], boxes, read_all=changes is None)
         return route[-1].version
+
+    def _write_large(self, staged: _staged.Staged) -> None:
+        """Write what cannot be undone. If this raises, the tensors hold a mixture."""
+        try:
+            _staged.commit_large(staged.files, staged.route, staged.boxes)
+        finally:
+            _staged.close_files(staged.files)
 
     def _finish(self, step: _route.Step, boxes: list[list[Box]], read_all: bool) -> None:
         """The boxes hold the version of `step`. After a large change that is read back whole."""

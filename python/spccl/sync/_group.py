@@ -1,0 +1,189 @@
+"""What a publisher and its receivers say to each other in a group, and where a receiver's versions are then.
+
+All ranks of the group make the same calls in the same order:
+
+1. `gather`: "hello", role, version. One rank is the publisher; the others are receivers.
+2. `send`: the publisher's index: how many bytes of which versions follow, or its error. Then these bytes.
+3. `gather`: "stage", whether it succeeded. If one rank failed, all raise, and nothing was written.
+4. `send`: the files of an anchor, if one is due. (Before 3 where all who need it hold no version.)
+5. `gather`: "commit", whether it succeeded. If one rank failed, the others take back what they wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from spccl.comm import Communicator
+from spccl.errors import ArgumentError, Error, FormatError, PeerError, StateError
+
+from . import _blob, _folder
+from ._source import Source
+from .manifest import File, Latest, Manifest, parse_latest
+
+_RECORD_BYTES = 512
+_MOST_BYTES = 1 << 40
+
+
+class Group:
+    """A `Communicator`, or a process group of torch.distributed that takes CPU tensors. `who`: for errors."""
+
+    def __init__(self, who: str, group: Any):
+        self.who, self.group = who, group
+        self.is_native = isinstance(group, Communicator)
+        if self.is_native:
+            self.rank, self.size = group.rank, group.world_size
+            return
+        import torch.distributed as dist
+
+        if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+            raise ArgumentError(f"{who}: {type(group).__name__}: wanted a folder, a Communicator or a process group")
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def gather(self, what: str, version: int | None, **fields: Any) -> list[dict[str, Any]]:
+        """The records of all ranks, by rank. Raises: StateError if another rank is elsewhere in its calls."""
+        mine = {"what": what, "version": version, **fields}
+        while len(data := json.dumps(mine).encode()) > _RECORD_BYTES:
+            mine["error"] = mine["error"][: len(mine["error"]) * 3 // 4]
+        sent = torch.frombuffer(bytearray(data.ljust(_RECORD_BYTES)), dtype=torch.uint8)
+        rows = torch.empty((self.size, _RECORD_BYTES), dtype=torch.uint8)
+        with self._named(f"{what}, version {version}"):
+            if self.is_native:
+                self.group.all_gather(sent.numpy(), rows.numpy())
+            else:
+                import torch.distributed as dist
+
+                dist.all_gather(list(rows), sent, group=self.group)
+        records = [self._record(rank, row.numpy().tobytes()) for rank, row in enumerate(rows)]
+        for rank, record in enumerate(records):
+            if record["what"] != what:
+                text = f"rank {rank} is at {record['what']!r} of version {record['version']}, this rank at {what!r}"
+                self.abort(text)
+                raise StateError(f"{self.who}: rank {self.rank}: {text} of version {version}")
+        return records
+
+    def _record(self, rank: int, data: bytes) -> dict[str, Any]:
+        try:
+            record = json.loads(data)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or not {"what", "version"} <= set(record):
+            raise FormatError(f"{self.who}: rank {rank} sent {data[:40]!r}, which is no record of spccl.sync")
+        return record
+
+    def vote(self, what: str, version: int | None, error: BaseException | None) -> None:
+        """Raises: `error`, or PeerError that names the first rank which failed."""
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        records = self.gather(what, version, error=text)
+        if error is not None:
+            raise error
+        for rank, record in enumerate(records):
+            if record.get("error") is not None:
+                raise PeerError(
+                    f"{self.who}: rank {self.rank}: version {version}: rank {rank} failed to {what} it, so no rank "
+                    f"does: {record['error']}"
+                )
+
+    def broadcast(self, data: torch.Tensor, root: int, what: str) -> torch.Tensor:
+        """Args: data: [n] uint8 on the CPU; the root has the bytes. what: for errors."""
+        if data.numel():
+            with self._named(what):
+                if self.is_native:
+                    self.group.broadcast(data.numpy(), root)
+                else:
+                    import torch.distributed as dist
+
+                    dist.broadcast(data, dist.get_global_rank(self.group, root), group=self.group)
+        return data
+
+    def receive(self, n_bytes: int, root: int, what: str) -> torch.Tensor:
+        if not 0 <= n_bytes <= _MOST_BYTES:
+            raise FormatError(f"{self.who}: rank {root}: {what} of {n_bytes} bytes")
+        return self.broadcast(torch.empty(n_bytes, dtype=torch.uint8), root, what)
+
+    def send_text(self, text: str, root: int) -> None:
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        self.broadcast(torch.tensor([data.numel()]).view(torch.uint8), root, "the index")
+        self.broadcast(data, root, "the index")
+
+    def receive_text(self, root: int) -> str:
+        (n_bytes,) = self.receive(8, root, "the index").view(torch.int64).tolist()
+        return self.receive(n_bytes, root, "the index").numpy().tobytes().decode()
+
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Errors of the group say what was under way."""
+        try:
+            yield
+        except (Error, RuntimeError) as error:
+            kind = type(error) if isinstance(error, Error) else PeerError  # torch has one class for all
+            raise kind(f"{self.who}: rank {self.rank}: {what}: {error}") from error
+
+    def abort(self, text: str) -> None:
+        """Let the waits of all other ranks end now, where the group can."""
+        if self.is_native:
+            self.group.abort(text)
+
+
+class Received(Source):
+    """The versions that a publisher sent, for one `stage`."""
+
+    def __init__(self, group: Group, root: int, index: dict[str, Any], keeps_version: bool):
+        """Args: keeps_version: the receiver holds one, so an anchor that `stage` would write is not for it."""
+        self.name = f"rank {root}"
+        self._keeps_version = keeps_version
+        self._latest: Latest | None = None
+        self._manifests: dict[int, bytes] = {}
+        self._files: dict[tuple[int, int], torch.Tensor] = {}  # of a version and number of its delta
+        self.anchor_sizes: list[int] = []
+        self.anchor_first = False
+        try:
+            latest = json.dumps(index["latest"]).encode()
+            self.anchor_sizes, self.anchor_first = list(index["anchor"]), bool(index["anchor_first"])
+            rows = [(int(v["version"]), int(v["bytes"]), list(v["files"])) for v in index["versions"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"{group.who}: {self.name}: its index is not one of spccl.sync") from error
+        for version, n_bytes, sizes in rows:
+            what = f"version {version}"
+            self._manifests[version] = group.receive(n_bytes, root, what).numpy().tobytes()
+            for number, size in enumerate(sizes):
+                self._files[version, number] = group.receive(size, root, what)
+        self._latest = parse_latest(f"{self.name}/{_folder.LATEST}", latest)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def latest(self) -> Latest | None:
+        return self._latest
+
+    def versions(self) -> list[int]:
+        return sorted(self._manifests)
+
+    def manifest(self, version: int, wanted: str) -> Manifest:
+        where = self.where(version, _folder.MANIFEST)
+        if version not in self._manifests:
+            raise FormatError(f"{where}: not sent")
+        return _blob.checked_manifest(where, self._manifests[version], version, wanted)
+
+    def delta_bytes(self, manifest: Manifest) -> float:
+        n_files = sum(version == manifest.version for version, _ in self._files)
+        return manifest.delta_bytes if n_files == len(manifest.delta) else float("inf")
+
+    def anchor_bytes(self, manifest: Manifest) -> float:
+        is_sent = self.anchor_sizes and manifest.version == self._latest.version
+        is_sent = is_sent and not (self.anchor_first and self._keeps_version)
+        return super().anchor_bytes(manifest) if is_sent else float("inf")
+
+    def load(self, version: int, file: File) -> _blob.InMemory:
+        """Of a delta; it is kept once."""
+        where = self.where(version, file.name)
+        data = self._files.get((version, int(file.name[6:11]) - 1)) if file.name.startswith("delta") else None
+        if data is None:
+            raise FormatError(f"{where}: not sent")
+        return _blob.InMemory(where, data).check(file)
+
+    open = load

@@ -1,0 +1,380 @@
+"""`Publisher` and `Subscriber` over a group of processes: a spccl Communicator, or a process group of torch.
+
+_group.py has the order of the calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from spccl.errors import ArgumentError, Error, PeerError, StateError
+
+from . import _blob, _encode, _route, _staged
+from ._encode import Writer
+from ._group import Group, Received
+from ._source import Source
+from ._tensors import Tensors
+from .manifest import File, Latest, Manifest, sha256
+from .publisher import Publisher, _stats
+from .subscriber import Subscriber
+
+
+class _Sent(NamedTuple):
+    """A version that was made: its manifest, the bytes and hash of that, the delta's file; None: it was too large."""
+
+    manifest: Manifest
+    data: torch.Tensor
+    sha256: str
+    delta: torch.Tensor | None
+
+
+class GroupPublisher(Publisher):
+    """A `Publisher` whose receivers are the other ranks of its group. Each of them has a `Subscriber`.
+
+        push = spccl.sync.Publisher(group, model, wire_dtype=torch.bfloat16)
+        version = push.publish()                          # while the receivers call apply()
+
+    `publish` ends when all receivers have the version, or raises on all ranks, and none has it. A receiver that has no
+    version, or one before those that are kept, gets the weights themselves.
+
+    Args:
+        folder: a `Communicator`, or a process group of torch.distributed that takes CPU tensors (backend "spccl").
+        tensors, wire_dtype, staging_bytes, key: as of `Publisher`. A change of more than `staging_bytes` is sent as the
+            weights themselves.
+        keep: deltas that are kept for receivers that failed to take them, of at most `staging_bytes` together.
+
+    Waits end at the group's deadline. Source: docs/SYNC.md.
+    """
+
+    def __init__(
+        self,
+        folder: Any,
+        tensors: Tensors,
+        *,
+        wire_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+        keep: int = 4,
+        staging_bytes: int | None = None,
+        key: int | None = None,
+    ):
+        if keep < 0:
+            raise ArgumentError(f"publisher: keep={keep}: wanted at least 0")
+        self.keep = keep
+        self._group = Group("publisher", folder)
+        self._begin(tensors, wire_dtype, staging_bytes, key)
+        self._sent: list[_Sent] = []  # oldest first
+        self._needs_anchor = False
+
+    def close(self) -> None:
+        """Nothing: the group is the caller's."""
+
+    def regroup(self, group: Any) -> None:
+        """Go on in another group, for example with more receivers, or after a rank was lost."""
+        self._group = Group("publisher", group)
+
+    @property
+    def version(self) -> int | None:
+        """The last version that all receivers took; None: none yet."""
+        return None if self._have is None else self._have.version
+
+    @property
+    def epoch(self) -> int:
+        return 1
+
+    def stats(self) -> dict[str, int]:
+        """As `Publisher.stats`, and kept_bytes: of deltas that are kept."""
+        return {**super().stats(), "kept_bytes": sum(one.delta.numel() for one in self._sent)}
+
+    @torch.no_grad()
+    def publish(self) -> int:
+        """Send the tensors as the next version to all receivers, which call `stage` and `commit`. Returns its number.
+
+        Raises: PeerError that names the rank which failed to stage or commit it, the version and why; no rank has it
+            then, and the next `publish` has both changes. What the group raises if a rank is gone or late.
+        """
+        group, version = self._group, 1 if self._have is None else self._have.version + 1
+        hellos = group.gather("hello", version, role="publisher", sha256=None)
+        receivers = [record for rank, record in enumerate(hellos) if rank != group.rank]
+        _require_roles(group, hellos)
+        writer = Writer(self._file, self._key, self.staging_bytes)
+        try:
+            older = self._older(receivers)
+            self._delta, self._needs_anchor = None, older is None
+            manifest = self._write(writer, version)
+            data = manifest.dump()
+            new = _Sent(manifest, _tensor_of(data), sha256(data), self._delta)
+        except BaseException as error:
+            group.send_text(json.dumps({"error": f"{type(error).__name__}: {error}"}), group.rank)
+            raise
+        # Receivers that hold no version take the anchor before the others pause. Those that hold one must keep it.
+        is_for_new = (self._have is None or new.delta is not None) and all(
+            record["version"] is None for record in receivers if not self._knows(record)
+        )
+        anchor_first = bool(manifest.anchor) and is_for_new
+        self._send([*(older or ()), new], anchor_first)
+        if anchor_first:
+            self._send_anchor(manifest)
+        group.vote("stage", version, None)
+        if not anchor_first:
+            self._send_anchor(manifest)
+        group.vote("commit", version, None)
+        self._stats = _stats(manifest)
+        self._advance_group(writer, new)
+        return version
+
+    def _knows(self, record: dict[str, Any]) -> bool:
+        """Whether a receiver has a version of which the deltas to the base are kept."""
+        known = {(one.manifest.version, one.sha256) for one in self._sent}
+        known |= {(one.manifest.parent, one.manifest.parent_sha256) for one in self._sent}
+        if self._have is not None:
+            known.add((self._have.version, self._have.sha256))
+        return (record["version"], record.get("sha256")) in known
+
+    def _older(self, receivers: Sequence[dict[str, Any]]) -> list[_Sent] | None:
+        """The kept versions that some receiver lacks. None: one needs the weights themselves."""
+        if not all(self._knows(record) for record in receivers):
+            return None
+        first = min((record["version"] for record in receivers), default=self._have.version if self._have else 0)
+        return [one for one in self._sent if one.manifest.version > first]
+
+    def _wants_anchor(self, writer: Writer) -> bool:
+        return self._needs_anchor or len(writer.files) > 1
+
+    def _file(self, name: str, tensors: dict[str, torch.Tensor], places: tuple[int, ...]) -> File:
+        """The first file of a delta is kept. What comes after it, and an anchor, is made again when it is sent."""
+        data = _blob.dumped(tensors)
+        if name.startswith("delta"):
+            self._delta = data if name.endswith("-00001.safetensors") else None
+        return _blob.file_of(name, data, places)
+
+    def _send(self, versions: Sequence[_Sent], anchor_first: bool) -> None:
+        group, newest = self._group, versions[-1]
+        latest = Latest(newest.manifest.version, self.epoch, newest.sha256)
+        rows = [
+            {
+                "version": one.manifest.version,
+                "bytes": one.data.numel(),
+                "files": [] if one.delta is None else [one.delta.numel()],
+            }
+            for one in versions
+        ]
+        sizes = [file.bytes for file in newest.manifest.anchor]
+        index = {"latest": json.loads(latest.dump()), "versions": rows, "anchor": sizes, "anchor_first": anchor_first}
+        group.send_text(json.dumps(index), group.rank)
+        for one in versions:
+            for data in (one.data, one.delta):
+                if data is not None:
+                    group.broadcast(data, group.rank, f"version {one.manifest.version}")
+
+    def _send_anchor(self, manifest: Manifest) -> None:
+        if not manifest.anchor:
+            return
+        left = list(manifest.anchor)
+
+        def send(name: str, tensors: dict[str, torch.Tensor], places: tuple[int, ...]) -> File:
+            data = _blob.dumped(tensors)
+            file = _blob.file_of(name, data, places)
+            if file != left.pop(0):
+                raise StateError(f"publisher: version {manifest.version}: tensors were changed while it was sent")
+            self._group.broadcast(data, self._group.rank, f"version {manifest.version}")
+            return file
+
+        try:
+            now = [(x, x.dtype) for x in self.base] if self._have is None else self._now()
+            Writer(send, self._key, self.staging_bytes).anchor(manifest.tensors, now)
+        except BaseException as error:
+            self._group.abort(f"{type(error).__name__}: {error}")  # receivers wait for the rest
+            raise
+
+    def _advance_group(self, writer: Writer, new: _Sent) -> None:
+        """The base becomes what the receivers have now."""
+        if self._have is not None:
+            if writer.kept is not None:
+                step = _route.Step(new.manifest, new.sha256, False)
+                boxes = _encode.boxes(new.manifest.tensors, self.base)
+                _staged.change_of(step, boxes, _staged.frames_of(writer.kept, new.manifest)).apply()
+            else:
+                for base, (x, dtype) in zip(self.base, self._now(), strict=True):
+                    base.copy_(_encode.rounded(x, dtype))
+        self._have = _route.Have(new.manifest.version, new.sha256, new.manifest.tensors)
+        self._sent = [*self._sent, new] if new.delta is not None else []
+        while len(self._sent) > self.keep or self.stats()["kept_bytes"] > self.staging_bytes:
+            del self._sent[0]
+
+    def verify(self) -> int | None:
+        """Read the base. Raises: MismatchError that names a tensor of it that was changed."""
+        if self._have is not None:
+            self._verify_base()
+        return self.version
+
+
+class GroupSubscriber(Subscriber):
+    """A `Subscriber` whose publisher is another rank of its group.
+
+        pull = spccl.sync.Subscriber(group, model)
+        version = pull.apply()                            # while the publisher calls publish()
+
+    `stage` takes part in one `publish` and in the vote of all receivers; then follows `commit`, or `abandon`, which
+    makes the others take back the version. A receiver that holds no version may get the weights themselves; they are
+    written by `stage` if it is the only kind that needs them.
+
+    Args: folder: the group. tensors, places, staging_bytes: as of `Subscriber`.
+    """
+
+    def __init__(
+        self,
+        folder: Any,
+        tensors: Tensors | None = None,
+        *,
+        places: Mapping[str, Sequence[Any]] | None = None,
+        staging_bytes: int | None = None,
+    ):
+        self._group = Group("subscriber", folder)
+        self._root = -1
+        self._begin(_NoVersions(), tensors, places, staging_bytes)
+        self._is_open = False  # between stage and commit
+
+    def regroup(self, group: Any) -> None:
+        """Go on in another group, with the version that the tensors hold."""
+        self.abandon()
+        self._group = Group("subscriber", group)
+
+    def stage(self, version: int | None = None, *, timeout_s: float = 0.0) -> int:
+        """Take the version that the publisher sends. No tensor that holds a version changes. Returns its number.
+
+        Raises: ArgumentError for a version or timeout_s: in a group there is the newest, and the group's deadline.
+            PeerError that names the rank which failed, and why; FormatError, MismatchError as over a folder, of this
+            rank alone: then the others raise PeerError.
+        """
+        if version is not None or timeout_s:
+            raise ArgumentError("subscriber: in a group the version is the newest, and the deadline the group's")
+        self.abandon()
+        self._undo = None
+        group = self._group
+        hello = {"version": None, "sha256": None} if self._have is None else vars(self._have)
+        hellos = group.gather("hello", hello["version"], role="receiver", sha256=hello["sha256"])
+        self._root = _require_roles(group, hellos)
+        number = hellos[self._root]["version"]
+        index = json.loads(group.receive_text(self._root))
+        if "error" in index:
+            raise PeerError(f"subscriber: rank {self._root} could not make version {number}: {index['error']}")
+        try:
+            self._source = source = Received(group, self._root, index, self.synced)
+        except BaseException as error:
+            group.abort(f"{type(error).__name__}: {error}")
+            raise
+        error: BaseException | None = None
+        try:
+            self._stage(source.latest(), source.latest().version)
+        except (Error, MemoryError, OSError) as found:
+            error = found
+        if source.anchor_first:
+            error = self._take_anchor(error)
+        try:
+            group.vote("stage", number, error)
+        except BaseException:
+            self._staged = None
+            raise
+        self._is_open = True
+        return number
+
+    def _open_files(self, route: Sequence[_route.Step]) -> _staged.Files:
+        """An anchor's files come later, one after the other."""
+        return {} if route[0].from_anchor else super()._open_files(route)
+
+    @torch.inference_mode()
+    def _take_anchor(self, error: BaseException | None) -> BaseException | None:
+        """Take part in sending an anchor; write it, if this rank needs it. Returns what failed first."""
+        source, staged = self._source, self._staged
+        step = staged.route[0] if staged is not None and staged.route and staged.route[0].from_anchor else None
+        if step is not None:
+            self._have = None
+        for number, n_bytes in enumerate(source.anchor_sizes):
+            data = self._group.receive(n_bytes, self._root, "an anchor")
+            if step is None or error is not None:
+                continue
+            try:
+                file = step.manifest.anchor[number]
+                blob = _blob.InMemory(source.where(step.version, file.name), data).check(file)
+                _staged.write_anchor(blob, step, file, staged.boxes)
+            except (Error, MemoryError, OSError) as found:
+                error = found
+        return error
+
+    def commit(self) -> int:
+        """Write what is staged, if all receivers do. Returns the version.
+
+        Raises: StateError if nothing is staged; PeerError that names the rank which failed: then this one has taken
+            back what it wrote. Where that was an anchor it is not `synced`, and gets another one.
+        """
+        if self._staged is None:
+            raise StateError("subscriber: commit without stage")
+        self._is_open = False
+        version, error = self._source.latest().version, None
+        if not self._source.anchor_first:
+            error = self._take_anchor(None)
+        try:
+            if error is None:
+                super().commit()
+        except (Error, MemoryError, OSError) as found:
+            error = found
+        try:
+            self._group.vote("commit", version, error)
+        except BaseException:
+            if error is None:
+                self._take_back()
+            raise
+        finally:
+            self._staged, self._source = None, _NoVersions()
+        return version
+
+    def _write_large(self, staged: _staged.Staged) -> None:
+        if not staged.route[0].from_anchor:
+            super()._write_large(staged)
+
+    def _take_back(self) -> None:
+        if self._undo is not None:
+            self.rollback()
+        else:
+            self._have = None
+
+    def abandon(self) -> None:
+        """Drop what is staged. If all had staged it, the others take it back and raise."""
+        if not self._is_open:
+            self._staged = None
+            return
+        self._is_open, self._staged = False, None
+        version = self._source.latest().version
+        source, self._source = self._source, _NoVersions()
+        with contextlib.suppress(Error):
+            for n_bytes in source.anchor_sizes if not source.anchor_first else ():
+                self._group.receive(n_bytes, self._root, "an anchor")
+            self._group.vote("commit", version, PeerError(f"rank {self._group.rank} abandoned it"))
+
+    def adopt(self, version: int | None = None) -> int:
+        """Not in a group."""
+        raise StateError("subscriber: adopt: a group has no versions to compare with")
+
+
+class _NoVersions(Source):
+    """Of a receiver between two versions."""
+
+    def __str__(self) -> str:
+        return "the group"
+
+
+def _require_roles(group: Group, hellos: Sequence[dict[str, Any]]) -> int:
+    """The rank of the publisher. Raises: StateError unless there is one."""
+    found = [rank for rank, record in enumerate(hellos) if record.get("role") == "publisher"]
+    if len(found) != 1:
+        text = f"{group.who}: ranks {found} are publishers, wanted one of {len(hellos)}"
+        raise StateError(text)
+    return found[0]
+
+
+def _tensor_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

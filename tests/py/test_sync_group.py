@@ -1,0 +1,220 @@
+"""spccl.sync over a group: ranks are threads. tests/dist/test_sync_ranks.py has processes and transports."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="spccl.sync is for torch tensors, and none is installed")
+
+from sync_runs import Net, change, state  # noqa: E402
+
+import spccl  # noqa: E402
+from spccl.sync import Publisher, Subscriber  # noqa: E402
+
+
+class Ranks:
+    """Publisher on rank 0, receivers on the others. Each round runs one function per rank, at the same time."""
+
+    def __init__(self, n_receivers: int, timeout_s: float = 30, **options):
+        self.net, self.nets = Net(), [Net(1 + n) for n in range(n_receivers)]
+        self.timeout_s = timeout_s
+        self.comms = self.join(n_receivers + 1)
+        self.push = Publisher(self.comms[0], self.net, **options)
+        self.pulls = [Subscriber(comm, net) for comm, net in zip(self.comms[1:], self.nets, strict=True)]
+
+    def join(self, n_ranks: int) -> list[spccl.Communicator]:
+        unique_id = spccl.get_unique_id()
+        make = lambda rank: spccl.Communicator(rank, n_ranks, unique_id=unique_id, timeout=self.timeout_s)  # noqa: E731
+        return at_once(*(lambda rank=rank: make(rank) for rank in range(n_ranks)))
+
+    def round(self, *receivers) -> list:
+        """publish(), and for each receiver its function or apply(). Returns results, or the exceptions."""
+        calls = [pull.apply for pull in self.pulls]
+        for place, call in enumerate(receivers):
+            calls[place] = call or calls[place]
+        return at_once(self.push.publish, *calls)
+
+    def regroup(self) -> None:
+        """A new group, with a new receiver."""
+        self.close()
+        self.nets.append(Net(99))
+        self.comms = self.join(len(self.nets) + 1)
+        for one, comm in zip([self.push, *self.pulls], self.comms, strict=False):
+            one.regroup(comm)
+        self.pulls.append(Subscriber(self.comms[-1], self.nets[-1]))
+
+    def check(self, version: int, dtype=None) -> None:
+        for pull, net in zip(self.pulls, self.nets, strict=True):
+            assert pull.version == version == pull.verify()
+            assert state(net) == state(self.net, dtype)
+
+    def close(self) -> None:
+        at_once(*(comm.close for comm in self.comms))
+
+
+def at_once(*calls) -> list:
+    results = [None] * len(calls)
+
+    def run(place: int) -> None:
+        try:
+            results[place] = calls[place]()
+        except Exception as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.fixture
+def ranks():
+    made = []
+
+    def make(*args, **options) -> Ranks:
+        made.append(Ranks(*args, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_each_version_is_the_publishers(ranks):
+    """The weights themselves first, then deltas; a receiver that joins later takes the weights, others the delta."""
+    run = ranks(2)
+    for number in range(1, 4):
+        assert run.round() == [number] * 3
+        run.check(number)
+        assert run.push.verify() == number
+        assert (run.push.stats()["anchor_bytes"] == 0) == (number > 1)
+        change(run.net, number)
+    run.regroup()
+    seen = []
+    real = run.pulls[0]._take_anchor
+    run.pulls[0]._take_anchor = lambda *args: (seen.append(run.pulls[0].version), real(*args))[1]
+    assert run.round() == [4] * 4
+    run.check(4)
+    assert seen == [3]  # the weights went to the new one while the others kept their version
+    change(run.net, 9)
+    assert run.round() == [5] * 4
+    assert run.push.stats()["anchor_bytes"] == 0
+    run.check(5)
+
+
+def test_a_change_above_the_limit(ranks):
+    """It is sent as the weights themselves, in pieces; receivers that hold a version keep it until commit."""
+    net = torch.nn.Linear(1024, 1024)
+    run = ranks(1)
+    run.net, run.nets = net, [torch.nn.Linear(1024, 1024)]
+    run.push = Publisher(run.comms[0], net, staging_bytes=3 << 20)
+    run.pulls = [Subscriber(run.comms[1], run.nets[0])]
+    assert run.round() == [1, 1]
+    before = state(run.nets[0])
+    change(net, 1, density=1.0)
+
+    def slow() -> int:
+        run.pulls[0].stage()
+        assert state(run.nets[0]) == before
+        return run.pulls[0].commit()
+
+    assert run.round(slow) == [2, 2]
+    assert run.push.stats()["anchor_bytes"] > 0
+    run.check(2)
+    change(net, 2)
+    assert run.round() == [3, 3]
+    run.check(3)
+    run.push.verify()
+
+
+@pytest.mark.parametrize("where", ["stage", "commit", "abandon"])
+def test_one_receiver_fails(ranks, where, monkeypatch):
+    """It cannot stage, or fails to write, or drops what it staged: no rank has the version, and the next publish has
+    both changes."""
+    run = ranks(3)
+    run.round()
+    before = state(run.net)
+    change(run.net, 1)
+    pull = run.pulls[1]
+
+    def broken() -> None:
+        raise spccl.DeviceError("no")
+
+    def fails() -> None:
+        if where == "stage":
+            with torch.no_grad():
+                run.nets[1].count += 1
+            pull.apply()
+        elif where == "commit":
+            pull.stage()
+            monkeypatch.setattr(pull._staged.changes[0], "apply", broken)
+            pull.commit()
+        else:
+            pull.stage()
+            pull.abandon()
+
+    errors = run.round(None, fails)
+    text = {"stage": "failed to stage it.*tensor 'count'", "commit": "failed to commit it.*no", "abandon": "abandoned"}
+    for error in (errors[0], errors[1], errors[3]):
+        assert isinstance(error, spccl.PeerError), errors
+        with pytest.raises(spccl.PeerError, match=f"version 2: rank 2 .*{text[where]}"):
+            raise error
+    assert run.push.version == 1
+    if where == "stage":
+        run.nets[1].count -= 1
+    assert all(state(net) == before and pull.version == 1 for net, pull in zip(run.nets, run.pulls, strict=True))
+    change(run.net, 2)
+    assert run.round() == [2] * 4
+    run.check(2)
+
+
+def test_a_receiver_behind_gets_the_deltas_that_it_lacks(ranks):
+    """One took back a version by itself. A publisher that does not keep it sends the weights."""
+    for keep in (4, 0):
+        run = ranks(2, keep=keep)
+        run.round()
+        for number in range(2):
+            change(run.net, number)
+            run.round()
+        assert run.pulls[0].rollback() == 2
+        change(run.net, 5)
+        assert run.round() == [4] * 3
+        run.check(4)
+        assert (run.push.stats()["anchor_bytes"] == 0) == (keep == 4)
+        assert len(run.push._sent) == min(keep, 3)
+
+
+def test_publisher_fails(ranks):
+    """It cannot make the version: receivers raise its text. The next one succeeds."""
+    run = ranks(2)
+    run.round()
+    weight, run.net.body.weight = run.net.body.weight, torch.nn.Parameter(torch.zeros(41, 40))
+    errors = run.round()
+    assert isinstance(errors[0], spccl.MismatchError)
+    for error in errors[1:]:
+        assert isinstance(error, spccl.PeerError) and "rank 0 could not make version 2" in str(error)
+        assert "tensor 'body.weight'" in str(error)
+    run.net.body.weight = weight
+    change(run.net, 1)
+    assert run.round() == [2] * 3
+    run.check(2)
+
+
+def test_calls_that_do_not_fit(ranks):
+    """Two publishers, none, calls out of order, a rank that does not come: an error in time that names the ranks."""
+    run = ranks(1)
+    errors = at_once(run.push.publish, Publisher(run.comms[1], run.nets[0]).publish)
+    assert all("ranks [0, 1] are publishers" in str(error) for error in errors), errors
+    errors = at_once(Subscriber(run.comms[0], run.net).apply, run.pulls[0].apply)
+    assert all("ranks [] are publishers" in str(error) for error in errors), errors
+    with pytest.raises(spccl.ArgumentError, match="in a group the version is the newest"):
+        run.pulls[0].apply(3)
+    with pytest.raises(spccl.ArgumentError, match="int: wanted a folder, a Communicator"):
+        Publisher(3, run.net)
+    late = ranks(1, timeout_s=0.3)
+    with pytest.raises(spccl.TimeoutError, match=r"publisher: rank 0: hello, version 1: .*rank 1"):
+        late.push.publish()
