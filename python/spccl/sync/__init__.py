@@ -11,5 +11,6 @@ docs/SYNC.md says what is promised.
 from .delta import Place
 from .publisher import Publisher
 from .subscriber import Subscriber
+from .vllm import VllmClient
 
-__all__ = ["Place", "Publisher", "Subscriber"]
+__all__ = ["Place", "Publisher", "Subscriber", "VllmClient"]

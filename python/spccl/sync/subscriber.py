@@ -15,7 +15,7 @@ from spccl.errors import ArgumentError, FormatError, MismatchError, StateError, 
 from . import _chain, _folder, _route, _staged
 from ._source import Folder, Source
 from ._tensors import Box, Named, Tensors, boxes_of_model, boxes_of_plan, kept, named_tensors, require_apart
-from .manifest import Entry, Latest
+from .manifest import MASK, Entry, Latest
 
 LEAST_STAGING_BYTES = 4 << 20
 _LEAST_POLL_S, _MOST_POLL_S = 0.02, 1.0
@@ -291,18 +291,33 @@ class Subscriber:
         self._finish(route[-1], boxes, read_all=False)
         return route[-1].version
 
+    @property
+    def staged(self) -> str:
+        """The SHA-256 of the manifest of what is staged: workers that staged the same version have the same one."""
+        if self._staged is None:
+            raise StateError("subscriber: staged: nothing is staged")
+        route = self._staged[0]
+        return route[-1].sha256 if route else self._have.sha256
+
     def sums(self) -> dict[str, tuple[int, int]]:
         """Of each tensor that lies here in parts: (sum of the elements here, sum of the whole tensor).
 
         The sums of all parts of a tensor, each part counted once, add up to the whole one's modulo 2^64. Ranks of a
         tensor-parallel group add theirs and `rollback` if they differ. A part that lies here twice is in the sum once;
-        one that two ranks have is in both sums.
+        one that two ranks have is in both sums: `parts` tells them apart.
+        """
+        return {name: (sum(found.values()) & MASK, whole) for name, (found, whole) in self.parts().items()}
+
+    def parts(self) -> dict[str, tuple[dict[tuple[int, ...], int], int]]:
+        """Of each tensor that lies here in parts: (the sum of each part, sum of the whole tensor).
+
+        A part is (row_elems, row_first, n_rows, col_first, n_cols) of its `Place`.
         """
         if self._have is None:
             raise StateError("subscriber: sums: the tensors hold no version")
-        parts = ((entry, places) for entry, places in zip(self._have.entries, self._boxes, strict=True))
+        pairs = ((entry, places) for entry, places in zip(self._have.entries, self._boxes, strict=True))
         return {
-            entry.name: (sum({box.part: box.sum for box in places}.values()) % (1 << 64), entry.sum)
-            for entry, places in parts
+            entry.name: ({box.part: box.sum for box in places}, entry.sum)
+            for entry, places in pairs
             if places and not any(box.is_whole for box in places)
         }

@@ -1,0 +1,356 @@
+"""`Replica`: one worker of a server that several processes make up, and the votes between them.
+
+All workers stage a version and vote; then all write it and vote again. A worker that fails makes all of them keep, or
+take back, what they had. Which server it is does not matter here: vllm.py has the one for vLLM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from spccl.errors import Error, MismatchError, StateError, TimeoutError
+
+from . import _folder
+from .manifest import MASK, Manifest
+from .record import Plan, prove, record
+from .subscriber import Subscriber
+
+# These words in an error say that the server may go on serving. The client looks for them.
+INTACT = "every worker holds what it held before"
+MOST_NAMES = 3  # of an error
+
+
+class Workers(Protocol):
+    """The processes of one server."""
+
+    rank: int
+    size: int
+
+    def exchange(self, answer: str, timeout_s: float) -> list[str]:
+        """The answers of all workers, by rank. Raises: TimeoutError."""
+
+
+class OneWorker:
+    """A server that is one process."""
+
+    rank, size = 0, 1
+
+    def exchange(self, answer: str, timeout_s: float) -> list[str]:
+        return [answer]
+
+
+class TorchWorkers:
+    """The ranks of a group of torch.distributed whose backend takes CPU tensors (gloo)."""
+
+    def __init__(self, group: Any):
+        self.group = group
+        self.rank, self.size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+
+    def exchange(self, answer: str, timeout_s: float) -> list[str]:
+        deadline = time.monotonic() + timeout_s
+        mine = torch.frombuffer(bytearray(answer.encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._gather(lengths, torch.tensor([mine.numel()]), deadline)
+        longest = max(int(n) for n in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        answers = [torch.empty_like(padded) for _ in range(self.size)]
+        self._gather(answers, padded, deadline)
+        return [x[: int(n)].numpy().tobytes().decode() for x, n in zip(answers, lengths, strict=True)]
+
+    def _gather(self, all_of_them: list[torch.Tensor], mine: torch.Tensor, deadline: float) -> None:
+        left_s = max(0.001, deadline - time.monotonic())
+        try:
+            work = torch.distributed.all_gather(all_of_them, mine, group=self.group, async_op=True)
+            work.wait(timedelta(seconds=left_s))
+        except RuntimeError as error:
+            raise TimeoutError(f"sync: worker {self.rank}: a worker of the server did not answer: {error}") from error
+
+
+class _Staging(threading.Thread):
+    """Stages a version beside the server's own work, so that a wait for it can end."""
+
+    def __init__(self, pull: Subscriber, version: int, timeout_s: float):
+        super().__init__(name="spccl-stage", daemon=True)
+        self.pull, self.version, self.timeout_s = pull, version, timeout_s
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.pull.stage(self.version, timeout_s=self.timeout_s)
+        except BaseException as error:
+            self.error = error
+
+
+class Replica:
+    """The weights of one worker of a server, over a folder of versions.
+
+    Each call is made on all workers, as the server's own calls to its workers are. Every wait has a deadline.
+
+    Args:
+        who: the server, for errors.
+        model: has `load_weights` and named_parameters, in the state in which it serves.
+        checkpoint: gives what the model has loaded, as (name, tensor), each time that it is called.
+        workers: all processes of the server.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        model: Any,
+        checkpoint: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+        workers: Workers,
+    ):
+        self.who, self.model, self.checkpoint, self.workers = who, model, checkpoint, workers
+        self._plan: Plan | None = None
+        self._pull: Subscriber | None = None
+        self._staging: _Staging | None = None
+        self._n_votes = 0
+        self._is_mixed = False  # some worker may hold other weights than others
+
+    @property
+    def version(self) -> int | None:
+        """The version that this worker holds."""
+        return None if self._pull is None else self._pull.version
+
+    def open(self, folder: str | Path, timeout_s: float) -> None:
+        """Take the versions of this folder from now on. Changes no weights.
+
+        The first time the plan is recorded from the model's load_weights, and compared with the weights.
+        Raises: StateError on all workers if one of them fails; the text has its reason.
+        """
+        if self._pull is not None and self._pull.folder == Path(folder):
+            self._vote("open", None, None, timeout_s)
+            return
+        error, shares, pull = None, {}, None
+        try:
+            pull, shares = self._open(Path(folder), timeout_s)
+        except Exception as failure:
+            error = failure
+        answers = self._vote(f"open {folder}", error, shares, timeout_s)
+        self._require_whole(answers)
+        self._pull, self._staging = pull, None
+
+    def _open(self, folder: Path, timeout_s: float) -> tuple[Subscriber, dict[str, Any]]:
+        manifest = _newest(folder, timeout_s)
+        if self._plan is None:
+            self._plan = plan_of(self.model, self.checkpoint, manifest)
+        numel = {name: entry.numel for entry in manifest.tensors for name in (entry.name, *entry.also)}
+        parts = {
+            name: [[p.row_elems, p.row_first, p.n_rows, p.col_first, p.n_cols] for p in places]
+            for name, places in self._plan.items()
+            if places and all(p.n_rows * p.n_cols < numel[name] for p in places)
+        }
+        return Subscriber(folder, places=self._plan), {n: [numel[n], found] for n, found in parts.items()}
+
+    def _require_whole(self, answers: list[Any]) -> None:
+        """Raises: MismatchError if of some tensor the workers have a part only: its sum could not be compared."""
+        numel: dict[str, int] = {}
+        found: dict[str, set[tuple[int, ...]]] = {}
+        for answer in answers:
+            for name, (n, parts) in answer.items():
+                numel[name] = n
+                found.setdefault(name, set()).update(map(tuple, parts))
+        for name, parts in found.items():
+            n = sum(rows * cols for _, _, rows, _, cols in parts)
+            if n != numel[name]:
+                raise MismatchError(f"{self.who}: tensor {name!r}: the workers hold {n} of its {numel[name]} elements")
+
+    def stage(self, version: int, timeout_s: float) -> None:
+        """Begin to read and check a version, and return at once. `update` waits for it."""
+        pull = self._need_pull()
+        if self._staging is not None and self._staging.version == version and self._staging.is_alive():
+            return
+        self._join(timeout_s)
+        self._staging = _Staging(pull, version, timeout_s)
+        self._staging.start()
+
+    def _join(self, timeout_s: float) -> None:
+        if self._staging is not None:
+            self._staging.join(timeout_s)
+            if self._staging.is_alive():
+                raise TimeoutError(
+                    f"{self.who}: version {self._staging.version}: it was not read within {timeout_s:g} s"
+                )
+
+    def update(self, version: int, timeout_s: float) -> None:
+        """Put a version into the weights of all workers, or of none. What `stage` has read is not read again.
+
+        Raises: StateError on all workers if one of them fails; the text has its reason. If it contains INTACT, all
+            workers have the weights that they had. Else they may hold a mixture: the server must not serve.
+        """
+        deadline = time.monotonic() + timeout_s
+        before, error, manifest_hash = self.version, None, ""
+        try:
+            manifest_hash = self._staged(version, timeout_s)
+        except Exception as failure:
+            error = failure
+        what = f"version {version}: stage"
+        try:
+            found = self._vote(what, error, manifest_hash, _left(deadline), still=not self._is_mixed)
+            if len(set(found)) > 1:
+                raise self._failure(what, "the workers' folders have different files", still=not self._is_mixed)
+        except BaseException:
+            if self._pull is not None:
+                self._pull.abandon()
+            raise
+        self._write(version, before, deadline)
+
+    def _staged(self, version: int, timeout_s: float) -> str:
+        """Wait until a version is staged. Returns the hash of its manifest."""
+        pull = self._need_pull()
+        if self._staging is None or self._staging.version != version:
+            self.stage(version, timeout_s)
+        assert self._staging is not None
+        self._join(timeout_s)
+        staging, self._staging = self._staging, None
+        if staging.error is not None:
+            raise staging.error
+        return pull.staged
+
+    def _write(self, version: int, before: int | None, deadline: float) -> None:
+        pull = self._need_pull()
+        was_mixed, self._is_mixed = self._is_mixed, True  # while this writes, and if it fails
+        error, parts = None, {}
+        try:
+            pull.commit()
+            parts = {
+                name: [whole, [[*part, s] for part, s in found.items()]]
+                for name, (found, whole) in pull.parts().items()
+            }
+        except BaseException as failure:
+            error = failure
+        what = f"version {version}: write"
+        try:
+            answers = self._vote(what, error, parts, _left(deadline))
+            self._require_sums(what, answers)
+        except BaseException as failure:
+            self._take_back(what, version, before, failure, deadline)
+            if was_mixed:
+                raise
+            self._is_mixed = False
+            raise StateError(f"{failure}; {INTACT}") from failure
+        self._is_mixed = False
+
+    def _take_back(self, what: str, version: int, before: int | None, why: BaseException, deadline: float) -> None:
+        """All workers return to what they held. Raises: what `why` says, if one of them cannot."""
+        pull, error = self._need_pull(), None
+        try:
+            if pull.version == version != before:
+                pull.rollback()
+            elif pull.version != before or before is None:
+                raise StateError(
+                    "its weights are a mixture: an anchor, or a change too large to undo, was half written"
+                )
+        except BaseException as failure:
+            error = failure
+        try:
+            self._vote(f"{what}: take back", error, None, _left(deadline))
+        except BaseException as failure:
+            raise StateError(f"{why}; {failure}; the next update begins with an anchor") from why
+
+    def _require_sums(self, what: str, answers: list[Any]) -> None:
+        """Tensors of which each worker has a part: the sums of all parts must be the publisher's."""
+        whole: dict[str, int] = {}
+        found: dict[str, dict[tuple[int, ...], int]] = {}
+        for answer in answers:
+            for name, (total, parts) in answer.items():
+                mine = found.setdefault(name, {})
+                for *part, s in parts:
+                    if mine.setdefault(tuple(part), s) != s:
+                        raise self._failure(what, f"tensor {name!r}: two workers hold other bits of the same part")
+                if whole.setdefault(name, total) != total:
+                    raise self._failure(what, f"tensor {name!r}: the workers hold different versions")
+        for name, parts in found.items():
+            if sum(parts.values()) & MASK != whole[name]:
+                raise self._failure(what, f"tensor {name!r}: the workers' parts are not the publisher's tensor")
+
+    def _vote(self, what: str, error: BaseException | None, value: Any, timeout_s: float, still: bool = False) -> list:
+        """Exchange what each worker found. Raises: StateError on all workers if one of them has an error."""
+        self._n_votes += 1
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        answer = json.dumps({"vote": [self._n_votes, what], "error": text, "value": value})
+        answers = [json.loads(one) for one in self.workers.exchange(answer, timeout_s)]
+        failed = [f"worker {rank} of {len(answers)}: {a['error']}" for rank, a in enumerate(answers) if a["error"]]
+        if len({str(a["vote"]) for a in answers}) > 1:
+            failed.append(f"the workers voted on {', '.join(sorted({str(a['vote']) for a in answers}))}")
+        if failed:
+            raise self._failure(what, "; ".join(dict.fromkeys(failed)), still) from error
+        return [a["value"] for a in answers]
+
+    def _failure(self, what: str, why: str, still: bool = False) -> StateError:
+        return StateError(f"{self.who}: {what}: {why}" + (f"; {INTACT}" if still else ""))
+
+    def _need_pull(self) -> Subscriber:
+        if self._pull is None:
+            raise StateError(f"{self.who}: no folder is open: the client says which one before the first update")
+        return self._pull
+
+    def close(self) -> None:
+        """Drop the folder. The weights stay."""
+        self._pull = self._staging = None
+
+
+def _left(deadline: float) -> float:
+    return max(1.0, deadline - time.monotonic())
+
+
+def _newest(folder: Path, timeout_s: float) -> Manifest:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            latest = _folder.read_latest(folder)
+            if latest is not None:
+                return _folder.read_manifest(folder, latest.version, latest.sha256)
+        except Error:
+            if time.monotonic() >= deadline:
+                raise
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"sync: {folder}: no version within {timeout_s:g} s: publish first")
+        time.sleep(0.05)
+
+
+def plan_of(model: Any, checkpoint: Callable[[], Iterable[tuple[str, torch.Tensor]]], manifest: Manifest) -> Plan:
+    """Where the model's load_weights puts each tensor of a publisher; compared with the checkpoint that it has loaded.
+
+    Raises: MismatchError that names a tensor or a parameter which cannot be updated in place, and says why.
+    """
+    published = {name: entry for entry in manifest.tensors for name in (entry.name, *entry.also)}
+    listed = [(name, x.dtype, tuple(x.shape)) for name, x in checkpoint()]
+    wanted = []
+    for name, dtype, shape in listed:
+        if name in published:
+            if tuple(published[name].shape) != shape:
+                theirs = list(published[name].shape)
+                raise MismatchError(f"tensor {name!r} is {list(shape)} in the server's checkpoint, published {theirs}")
+            dtype = getattr(torch, published[name].dtype)
+        wanted.append((name, dtype, shape))
+    there = {name for name, _, _ in listed}
+    for entry in manifest.tensors:
+        if entry.numel and there.isdisjoint((entry.name, *entry.also)):
+            raise MismatchError(f"tensor {entry.name!r}: the publisher has it, the server's checkpoint does not")
+    recorded = record(model.load_weights, wanted)
+    if recorded.dense:
+        some = [f"{name!r} ({why})" for name, why in list(recorded.dense.items())[:MOST_NAMES]]
+        more = len(recorded.dense) - len(some)
+        raise MismatchError(f"cannot be updated in place: {', '.join(some)}" + (f" and {more} more" if more else ""))
+    prove(recorded, _cast(checkpoint(), published), model.named_parameters())
+    for name, places in recorded.items():
+        if places and name not in published:
+            raise MismatchError(f"tensor {name!r}: the server's checkpoint has it, the publisher does not")
+    return dataclasses.replace(recorded, places={n: found for n, found in recorded.items() if n in published})
+
+
+def _cast(tensors: Iterable[tuple[str, torch.Tensor]], published: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """A checkpoint in the publisher's dtypes, as load_weights would have cast it."""
+    for name, x in tensors:
+        yield name, x.to(getattr(torch, published[name].dtype)) if name in published else x
