@@ -110,7 +110,7 @@ def _fork_server() -> multiprocessing.context.ForkServerContext:
 
 def _rank_main(script: str, args: tuple[str, ...], settings: dict[str, str], log: str) -> None:
     """Behave as `python script *args` would, with the output in `log`. Never returns."""
-    os.setsid()
+    os.setpgid(0, 0)  # not a session: Linux gives each session the same share of the cores
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
@@ -150,15 +150,15 @@ def _wait(processes: list[multiprocessing.process.BaseProcess], timeout_s: float
 
 
 def _kill_rank(process: multiprocessing.process.BaseProcess) -> None:
-    """End a rank and all processes that it started. A rank leads a session of its own."""
+    """End a rank and all processes that it started. A rank leads a process group of its own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join()
 
 
-def _kill_session(process: subprocess.Popen) -> None:
-    """End a launcher and all processes of its session."""
+def _kill_group(process: subprocess.Popen) -> None:
+    """End a launcher and all processes of its group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -172,7 +172,7 @@ def run_command(command: list[str], env: dict[str, str], timeout_s: float = 200)
     """
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env, process_group=0
         )
         try:
             process.wait(timeout_s)
@@ -181,7 +181,7 @@ def run_command(command: list[str], env: dict[str, str], timeout_s: float = 200)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(40)
         finally:
-            _kill_session(process)
+            _kill_group(process)
         log.seek(0)
         return process.returncode, log.read()
 
