@@ -196,6 +196,13 @@ typedef struct sp_gpu_signs_args {
     float share; /* multiplies the magnitude of each part */
 } sp_gpu_signs_args;
 
+/* ---- deltas on GPU memory: docs/FORMAT.md 11 ---- */
+
+/* delta_gpu.h */
+struct sp_gpu_delta_args;
+struct sp_gpu_delta_sum_args;
+struct sp_gpu_delta_encode_args;
+
 struct sp_pruned_sum_args; /* pruned_lists.h */
 
 /* A handle by which a peer can map GPU memory. With it travels a file descriptor, or -1. */
@@ -278,6 +285,14 @@ typedef struct sp_gpu_ops {
     spccl_status (*signs_send)(const sp_gpu_weights_args *a, void *stream);
     spccl_status (*signs_sum)(const sp_gpu_signs_args *a, void *stream);
     spccl_status (*signs_decode)(const sp_gpu_signs_args *a, void *stream);
+    /* Check headers and tables of frames, and fill in what a plan keeps of them. */
+    spccl_status (*delta_open)(const struct sp_gpu_delta_args *a, void *stream);
+    /* Look at, apply or undo the changes of frames that delta_open has accepted: SP_DELTA_LOOK... Looking checks all other
+     * rules. Applying checks none, but accesses no memory outside of frames, places and `old`, whatever a frame holds. */
+    spccl_status (*delta_run)(const struct sp_gpu_delta_args *a, int what, void *stream);
+    spccl_status (*delta_sum)(const struct sp_gpu_delta_sum_args *a, void *stream);
+    /* Encode a list of arrays against their bases. */
+    spccl_status (*delta_encode)(const struct sp_gpu_delta_encode_args *a, void *stream);
     /* Allocate memory of a GPU and copy `host` to it; waits for the copy. Free it with unload. */
     spccl_status (*upload)(int ordinal, const void *host, size_t bytes, void **out);
     void (*unload)(int ordinal, void *device);

@@ -153,6 +153,13 @@ template <class T, class V> T atomicAdd(T *p, V v)
 {
     return __atomic_fetch_add(p, (T)v, __ATOMIC_RELAXED);
 }
+template <class T> T atomicMax(T *p, T v)
+{
+    T seen = __atomic_load_n(p, __ATOMIC_RELAXED);
+    while (seen < v && !__atomic_compare_exchange_n(p, &seen, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+        ;
+    return seen;
+}
 template <class T> T atomicOr(T *p, T v)
 {
     return __atomic_fetch_or(p, v, __ATOMIC_RELAXED);

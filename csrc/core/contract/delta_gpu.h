@@ -1,0 +1,69 @@
+/* delta_gpu.h - deltas on GPU memory: what core passes to the kernels. A contract. docs/FORMAT.md 11 has the frames,
+ * core/base/delta_rule.h the sizes of their sections. */
+#ifndef SP_DELTA_GPU_H
+#define SP_DELTA_GPU_H
+
+#include "core/base/delta_rule.h"
+#include "spccl.h"
+
+/* ---- receiving ---- */
+
+/* The memory of a plan: one allocation of the GPU. Head, then rows [n_targets], places [n_places], slices [n_slices]. */
+
+/* What kernels found wrong: 0, or UINT64_MAX - (slice << 8 | rule) of the smallest such number. slice: among those of all
+ * targets. rule: of docs/FORMAT.md 11.3, or one of these. */
+enum {
+    SP_DELTA_RULE_OTHER_ARRAY = 30, /* another dtype or length than the target */
+    SP_DELTA_RULE_OTHER_BYTES = 31, /* the frame is shorter than frame_bytes of the target */
+    SP_DELTA_RULE_PLACES = 32       /* an element has different bits in two places */
+};
+static inline SP_HD uint64_t sp_gpu_delta_fault(uint64_t slice, uint32_t rule)
+{
+    return UINT64_MAX - (slice << 8 | rule);
+}
+
+typedef struct sp_gpu_delta_head {
+    uint64_t fault;
+    uint64_t old_bytes; /* of all targets */
+} sp_gpu_delta_head;
+
+/* A target. Rows are in the order of the targets. */
+typedef struct sp_gpu_delta_row {
+    const uint8_t *frame;
+    uint64_t frame_bytes, n_elems, first, key;
+    uint64_t first_slice; /* of those of all targets; a target without elements has none */
+    uint64_t first_place, n_places;
+    uint32_t dtype, elem_bytes;
+    /* The kernels write these. */
+    uint64_t nnz;        /* `open` */
+    uint64_t old_at;     /* `open`: where its old values begin, in bytes */
+    uint64_t sum_change; /* `look` */
+} sp_gpu_delta_row;
+
+/* A slice, as `open` has accepted its entry of the table: its bytes lie within the frame. */
+typedef struct sp_gpu_delta_slice {
+    uint64_t before;    /* changes of the target in the slices before */
+    uint32_t entry, at; /* as in the frame */
+} sp_gpu_delta_slice;
+
+typedef struct sp_gpu_delta_args {
+    sp_gpu_delta_head *head;
+    sp_gpu_delta_row *rows;
+    const spccl_delta_place *places;
+    sp_gpu_delta_slice *slices;
+    uint64_t n_slices;
+    uint32_t n_targets;
+    uint8_t *old; /* look: written, NULL: not; undo: read */
+} sp_gpu_delta_args;
+
+/* What to do with the changes. */
+enum { SP_DELTA_LOOK, SP_DELTA_APPLY, SP_DELTA_UNDO };
+
+typedef struct sp_gpu_delta_sum_args {
+    const void *x;
+    uint64_t n_elems, first, key;
+    uint32_t elem_bytes;
+    uint64_t *out; /* in GPU memory; the call sets it to 0 first */
+} sp_gpu_delta_sum_args;
+
+#endif
