@@ -34,6 +34,9 @@ spccl_status sp_delta_read_header(const void *buf, size_t bytes, sp_delta_frame 
  * saw: the bytes may have changed since. Errors: FORMAT. */
 spccl_status sp_delta_read_slice(const sp_delta_frame *f, uint64_t s, sp_delta_changes *out);
 
+/* Check all of a target but its frame. call, number: of the target, for texts. Errors: ARG, DTYPE, ALIAS. */
+spccl_status sp_delta_check_target(const char *call, size_t number, const spccl_delta_target *t);
+
 /* ---- writing ---- */
 
 /* One slice, found by a scan, and memory for writing it. */

@@ -21,30 +21,54 @@ struct job {
     uint64_t seen[SP_DELTA_SLICE_ELEMS];
 };
 
-#define REFUSE(status, text, ...) SP_FAIL(status, "%s: targets[%zu]: " text, j->call, j->number, __VA_ARGS__)
+#define REFUSE_AT(status, call, number, text, ...)                                                           \
+    SP_FAIL(status, "%s: targets[%zu]: " text, call, number, __VA_ARGS__)
+#define REFUSE(status, text, ...) REFUSE_AT(status, j->call, j->number, text, __VA_ARGS__)
 
-static spccl_status check_place(const struct job *j, size_t number, const spccl_delta_place *p)
+static spccl_status check_place(const char *call, size_t target, const spccl_delta_target *t, size_t number)
 {
-    const size_t e = sp_dtype_bytes(j->target->dtype);
+    const spccl_delta_place *p = &t->places[number];
+    const size_t e = sp_dtype_bytes(t->dtype);
     size_t extent;
 
     if (p->n_rows == 0 || p->n_cols == 0)
         return SPCCL_OK;
     if (p->dst == NULL)
-        return REFUSE(SPCCL_ERR_ARG, "places[%zu].dst is NULL", number);
+        return REFUSE_AT(SPCCL_ERR_ARG, call, target, "places[%zu].dst is NULL", number);
     if (p->col_first > p->row_elems || p->n_cols > p->row_elems - p->col_first)
-        return REFUSE(SPCCL_ERR_ARG, "places[%zu]: columns %llu + %llu, wanted at most row_elems %llu",
-                      number, (ull)p->col_first, (ull)p->n_cols, (ull)p->row_elems);
+        return REFUSE_AT(SPCCL_ERR_ARG, call, target,
+                         "places[%zu]: columns %llu + %llu, wanted at most row_elems %llu", number,
+                         (ull)p->col_first, (ull)p->n_cols, (ull)p->row_elems);
     if (p->n_rows > 1 && p->dst_row_elems < p->n_cols)
-        return REFUSE(SPCCL_ERR_ARG, "places[%zu]: dst_row_elems %llu, wanted at least n_cols %llu", number,
-                      (ull)p->dst_row_elems, (ull)p->n_cols);
+        return REFUSE_AT(SPCCL_ERR_ARG, call, target,
+                         "places[%zu]: dst_row_elems %llu, wanted at least n_cols %llu", number,
+                         (ull)p->dst_row_elems, (ull)p->n_cols);
     if (p->row_first + p->n_rows < p->n_rows ||
         !sp_mul_size(p->row_first + p->n_rows, p->row_elems, &extent) ||
         !sp_mul_size(p->n_rows - 1, p->dst_row_elems, &extent) || !sp_add_size(extent, p->n_cols, &extent) ||
         !sp_mul_size(extent, e, &extent))
-        return REFUSE(SPCCL_ERR_ARG, "places[%zu]: its size overflows", number);
-    if (sp_overlap(p->dst, extent, j->target->frame, j->target->frame_bytes))
-        return REFUSE(SPCCL_ERR_ALIAS, "places[%zu] (%zu bytes) and the frame overlap", number, extent);
+        return REFUSE_AT(SPCCL_ERR_ARG, call, target, "places[%zu]: its size overflows", number);
+    if (sp_overlap(p->dst, extent, t->frame, t->frame_bytes))
+        return REFUSE_AT(SPCCL_ERR_ALIAS, call, target, "places[%zu] (%zu bytes) and the frame overlap",
+                         number, extent);
+    return SPCCL_OK;
+}
+
+spccl_status sp_delta_check_target(const char *call, size_t number, const spccl_delta_target *t)
+{
+    if (!sp_dtype_ok(t->dtype))
+        return REFUSE_AT(SPCCL_ERR_DTYPE, call, number, "dtype %d, wanted 1..%d", (int)t->dtype,
+                         SP_N_DTYPES - 1);
+    if (t->frame == NULL || (t->n_places != 0 && t->places == NULL) || t->reserved != 0)
+        return REFUSE_AT(SPCCL_ERR_ARG, call, number, "%s",
+                         t->reserved != 0   ? "reserved is not 0"
+                         : t->frame == NULL ? "frame is NULL"
+                                            : "places is NULL");
+    if (t->n_elems > UINT64_MAX - t->first)
+        return REFUSE_AT(SPCCL_ERR_ARG, call, number, "first %llu + n_elems %llu overflow", (ull)t->first,
+                         (ull)t->n_elems);
+    for (size_t p = 0; p < t->n_places; p++)
+        SP_TRY(check_place(call, number, t, p));
     return SPCCL_OK;
 }
 
@@ -54,17 +78,7 @@ static spccl_status open_target(struct job *j, const spccl_delta_target *t)
     spccl_status st;
 
     j->target = t;
-    if (!sp_dtype_ok(t->dtype))
-        return REFUSE(SPCCL_ERR_DTYPE, "dtype %d, wanted 1..%d", (int)t->dtype, SP_N_DTYPES - 1);
-    if (t->frame == NULL || (t->n_places != 0 && t->places == NULL) || t->reserved != 0)
-        return REFUSE(SPCCL_ERR_ARG, "%s",
-                      t->reserved != 0   ? "reserved is not 0"
-                      : t->frame == NULL ? "frame is NULL"
-                                         : "places is NULL");
-    if (t->n_elems > UINT64_MAX - t->first)
-        return REFUSE(SPCCL_ERR_ARG, "first %llu + n_elems %llu overflow", (ull)t->first, (ull)t->n_elems);
-    for (size_t p = 0; p < t->n_places; p++)
-        SP_TRY(check_place(j, p, &t->places[p]));
+    SP_TRY(sp_delta_check_target(j->call, j->number, t));
     st = sp_delta_read_header(t->frame, t->frame_bytes, &j->frame);
     if (st != SPCCL_OK)
         return REFUSE(st, "%s", spccl_last_error());
