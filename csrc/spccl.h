@@ -503,6 +503,42 @@ SPCCL_API spccl_status spccl_cuda_decode(const void *frames, size_t frames_bytes
                                          spccl_verb verb, void *dst, size_t n_elems, spccl_dtype dtype,
                                          uint32_t slice_elems, uint32_t *status, void *stream);
 
+/* Deltas in GPU memory: the receiving side, as spccl_delta_check, spccl_delta_apply and spccl_delta_undo on the host, with
+ * the same results. A plan copies the targets to the GPU, and keeps header and table of their frames there, 16 bytes for
+ * each 65536 elements. So the list takes a few launches, and applying waits for nothing. A plan runs one call at a time.
+ * From spccl_cuda_delta_plan_create on, nobody changes the frames: check reads what lies there then, and apply checks
+ * nothing again. Whatever a frame holds, no call accesses memory outside of frames, places and `old`. */
+typedef struct spccl_cuda_delta_plan spccl_cuda_delta_plan;
+/* Make a plan, and check headers and tables of the frames. Waits for `stream`.
+ *   targets        frames are memory of the current GPU, aligned to 8 bytes; places are memory of it, aligned to an
+ *                  element; both are borrowed until spccl_cuda_delta_plan_destroy, the list until return
+ *   out_old_bytes  bytes that `old` needs, as of spccl_delta_check; or NULL
+ * Errors: those of spccl_delta_check; DEVICE, UNSUPPORTED (no CUDA in this build), TIMEOUT (SPCCL_TIMEOUT_MS; memory of
+ * the plan is then lost). Text and status name the first target that is wrong; a frame of another length gets FRAME
+ * or FORMAT. */
+SPCCL_API spccl_status spccl_cuda_delta_plan_create(const spccl_delta_target *targets, size_t n_targets,
+                                                    void *stream, spccl_cuda_delta_plan **out,
+                                                    size_t *out_old_bytes);
+/* Call it after the plan's GPU work: it frees GPU memory. Accepts NULL. */
+SPCCL_API void spccl_cuda_delta_plan_destroy(spccl_cuda_delta_plan *plan);
+/* Check all that is left of the frames, and look at what lies at the places now, as spccl_delta_check. Waits for `stream`.
+ *   old          old_cap bytes of the plan's GPU, aligned to 8 bytes, or NULL
+ *   sum_changes  [n_targets] in host memory, or NULL
+ * Errors: ARG, FORMAT, FRAME, DST_SMALL, DEVICE, TIMEOUT. */
+SPCCL_API spccl_status spccl_cuda_delta_check(spccl_cuda_delta_plan *plan, void *old, size_t old_cap,
+                                              uint64_t *sum_changes, void *stream);
+/* Queue the writing of the new values on `stream`, also in a capture. If spccl_cuda_delta_check has not accepted the frames:
+ * STATE, and nothing is written. Errors: ARG, STATE, DEVICE. */
+SPCCL_API spccl_status spccl_cuda_delta_apply(spccl_cuda_delta_plan *plan, void *stream);
+/* Queue the writing of the old values, likewise. old: what the last spccl_cuda_delta_check stored.
+ * Errors: ARG, STATE, DEVICE. */
+SPCCL_API spccl_status spccl_cuda_delta_undo(spccl_cuda_delta_plan *plan, const void *old, size_t old_bytes,
+                                             void *stream);
+/* Queue a checksum as of spccl_delta_checksum. All pointers are memory of the current GPU; out: one u64, aligned to 8
+ * bytes. Errors: ARG, DTYPE, UNSUPPORTED, DEVICE. */
+SPCCL_API spccl_status spccl_cuda_delta_checksum(const void *x, uint64_t n_elems, spccl_dtype dtype,
+                                                 uint64_t first, uint64_t key, uint64_t *out, void *stream);
+
 /* ---- pruning: what of a gradient is sent now, and what is kept for later ------------------------- */
 /* With gradient g, residual r, velocity u and threshold t, one call computes for each element
  *     u = momentum u + g;   v = leak r + u;   s = v unless |v| < t, else 0;   r = v - s;   u = 0 where sent

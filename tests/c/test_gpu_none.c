@@ -59,6 +59,20 @@ static void test_codec(void)
           spccl_last_error());
 }
 
+static void test_deltas(void)
+{
+    _Alignas(16) static uint8_t x[64];
+    spccl_cuda_delta_plan *plan = NULL;
+    uint64_t sum;
+    spccl_status st = spccl_cuda_delta_plan_create(NULL, 0, NULL, &plan, NULL);
+    CHECK(st == SPCCL_ERR_UNSUPPORTED || st == SPCCL_ERR_DEVICE, "plan: %s %s", spccl_status_name(st),
+          spccl_last_error());
+    st = spccl_cuda_delta_checksum(x, 64, SPCCL_UINT8, 0, 0, &sum, NULL);
+    CHECK(st == SPCCL_ERR_UNSUPPORTED || st == SPCCL_ERR_DEVICE, "checksum: %s %s", spccl_status_name(st),
+          spccl_last_error());
+    spccl_cuda_delta_plan_destroy(plan);
+}
+
 static void test_signs(void)
 {
     _Alignas(16) static float out[4096];
@@ -107,7 +121,7 @@ int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
         {"single", test_single}, {"group", test_group}, {"codec", test_codec}, {"signs", test_signs},
-        {"prune", test_prune},   {"info", test_info},   {NULL, NULL}};
+        {"deltas", test_deltas}, {"prune", test_prune}, {"info", test_info},   {NULL, NULL}};
     setenv("CUDA_VISIBLE_DEVICES", "", 1); /* hides the GPUs of a machine that has some */
     return test_main(cases, argc, argv);
 }

@@ -8,18 +8,19 @@
 
 /* ---- receiving ---- */
 
-/* The memory of a plan: one allocation of the GPU. Head, then rows [n_targets], places [n_places], slices [n_slices]. */
+/* The memory of a plan, one allocation of the GPU, zeros but for what is known of targets and places: head, sums [n_targets], rows [n_targets], places [n_places], slices [n_slices]. */
 
-/* What kernels found wrong: 0, or UINT64_MAX - (slice << 8 | rule) of the smallest such number. slice: among those of all
- * targets. rule: of docs/FORMAT.md 11.3, or one of these. */
+#define SP_DELTA_NO_SLICE 0xffffffu /* of a fault: of the whole frame. Slices are below */
+/* What kernels found wrong: 0, or UINT64_MAX less the smallest of target << 32 | slice of the target << 8 | rule. rule: of
+ * docs/FORMAT.md 11.3, or one of these. */
 enum {
-    SP_DELTA_RULE_OTHER_ARRAY = 30, /* another dtype or length than the target */
-    SP_DELTA_RULE_OTHER_BYTES = 31, /* the frame is shorter than frame_bytes of the target */
+    SP_DELTA_RULE_OTHER_BYTES = 30, /* the frame is shorter than frame_bytes of the target */
+    SP_DELTA_RULE_OTHER_ARRAY = 31, /* another dtype or length than the target */
     SP_DELTA_RULE_PLACES = 32       /* an element has different bits in two places */
 };
-static inline SP_HD uint64_t sp_gpu_delta_fault(uint64_t slice, uint32_t rule)
+static inline SP_HD uint64_t sp_gpu_delta_fault(uint32_t target, uint64_t slice, uint32_t rule)
 {
-    return UINT64_MAX - (slice << 8 | rule);
+    return UINT64_MAX - ((uint64_t)target << 32 | slice << 8 | rule);
 }
 
 typedef struct sp_gpu_delta_head {
@@ -35,9 +36,8 @@ typedef struct sp_gpu_delta_row {
     uint64_t first_place, n_places;
     uint32_t dtype, elem_bytes;
     /* The kernels write these. */
-    uint64_t nnz;        /* `open` */
-    uint64_t old_at;     /* `open`: where its old values begin, in bytes */
-    uint64_t sum_change; /* `look` */
+    uint64_t nnz;    /* `open` */
+    uint64_t old_at; /* `open`: where its old values begin, in bytes */
 } sp_gpu_delta_row;
 
 /* A slice, as `open` has accepted its entry of the table: its bytes lie within the frame. */
@@ -48,12 +48,14 @@ typedef struct sp_gpu_delta_slice {
 
 typedef struct sp_gpu_delta_args {
     sp_gpu_delta_head *head;
+    uint64_t *sums; /* look: the sum change of each target */
     sp_gpu_delta_row *rows;
     const spccl_delta_place *places;
     sp_gpu_delta_slice *slices;
     uint64_t n_slices;
     uint32_t n_targets;
-    uint8_t *old; /* look: written, NULL: not; undo: read */
+    uint32_t widths; /* bit i: a target has elements of 2^i bytes */
+    uint8_t *old;    /* look: written, NULL: not; undo: read */
 } sp_gpu_delta_args;
 
 /* What to do with the changes. */
@@ -63,7 +65,7 @@ typedef struct sp_gpu_delta_sum_args {
     const void *x;
     uint64_t n_elems, first, key;
     uint32_t elem_bytes;
-    uint64_t *out; /* in GPU memory; the call sets it to 0 first */
+    uint64_t *out; /* in GPU memory; the sum */
 } sp_gpu_delta_sum_args;
 
 #endif

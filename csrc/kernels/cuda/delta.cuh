@@ -2,16 +2,16 @@
 #ifndef SP_DELTA_CUH
 #define SP_DELTA_CUH
 
-#include "core/base/delta_rule.h"
+#include "core/contract/delta_gpu.h"
 #include "kernels/cuda/elem.cuh"
 
 // Sum of v over this lane and those below it.
-__device__ __forceinline__ uint32_t sp_warp_scan(uint32_t v)
+template <class T> __device__ __forceinline__ T sp_warp_scan(T v)
 {
     uint32_t lane = threadIdx.x % 32;
 #pragma unroll
     for (uint32_t by = 1; by < 32; by *= 2) {
-        uint32_t below = __shfl_up_sync(~0u, v, by);
+        T below = __shfl_up_sync(~0u, v, by);
         v += lane >= by ? below : 0;
     }
     return v;
@@ -58,6 +58,21 @@ __device__ __forceinline__ uint32_t sp_delta_find(const ROW *rows, uint32_t n, u
             high = middle - 1;
     }
     return low;
+}
+
+// ---- receiving ----
+
+__device__ __forceinline__ void sp_delta_report(const sp_gpu_delta_args &a, uint32_t target, uint64_t slice,
+                                                uint32_t rule)
+{
+    if (rule != 0)
+        atomicMax((unsigned long long *)&a.head->fault,
+                  (unsigned long long)sp_gpu_delta_fault(target, slice, rule));
+}
+
+__device__ __forceinline__ uint64_t sp_delta_old_bytes(const sp_gpu_delta_row &r)
+{
+    return (r.nnz * r.elem_bytes + SP_DELTA_ALIGN - 1) / SP_DELTA_ALIGN * SP_DELTA_ALIGN;
 }
 
 #endif

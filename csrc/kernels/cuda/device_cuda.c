@@ -375,6 +375,9 @@ static const sp_gpu_ops ops = {
     .signs_send = sp_signs_send_cuda,
     .signs_sum = sp_signs_sum_cuda,
     .signs_decode = sp_signs_decode_cuda,
+    .delta_open = sp_delta_open_cuda,
+    .delta_run = sp_delta_run_cuda,
+    .delta_sum = sp_delta_sum_cuda,
     .upload = sp_cuda_upload,
     .unload = unload,
 };
