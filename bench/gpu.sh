@@ -125,7 +125,8 @@ run_bench() {
 
 run_micro() {
     "$build/bench/micro/spccl_bench_hbm" --csv "$out/hbm.csv" &&
-        "$build/bench/micro/spccl_bench_fused" && "$build/bench/micro/spccl_bench_fused" --dtype bfloat16
+        "$build/bench/micro/spccl_bench_fused" && "$build/bench/micro/spccl_bench_fused" --dtype bfloat16 &&
+        "$build/bench/micro/spccl_bench_delta_apply_cuda"
 }
 
 n_gpus() {
@@ -165,7 +166,7 @@ own_limit() {
     soak) "$python" -c "print(int(60 * $minutes) + 240)" ;;
     figure) echo 60 ;;
     verify) echo 300 ;;
-    micro) echo 60 ;;
+    micro) echo 120 ;;
     pruned) echo 290 ;;
     esac
 }
