@@ -503,6 +503,15 @@ SPCCL_API spccl_status spccl_cuda_decode(const void *frames, size_t frames_bytes
                                          spccl_verb verb, void *dst, size_t n_elems, spccl_dtype dtype,
                                          uint32_t slice_elems, uint32_t *status, void *stream);
 
+/* spccl_delta_encode on the current GPU, on `stream`: the same bytes and results, also after a failure. It waits until they
+ * are there, so it cannot be captured. x, base and dst are memory of that GPU, arrays aligned to their elements, dst to 16
+ * bytes; sources, options, frames and out_bytes are in host memory. x and base are read once, where dst_cap is at least
+ * twice what is written and few elements change; else twice. dst [out_bytes, dst_cap) holds any values afterwards. The
+ * base is not written: a publisher calls spccl_cuda_delta_apply with the frames, once they have been sent.
+ * Errors: those of spccl_delta_encode; UNSUPPORTED (no CUDA in this build), DEVICE.  Threads: any. */
+SPCCL_API spccl_status spccl_cuda_delta_encode(const spccl_delta_source *sources, size_t n_sources,
+                                               const spccl_delta_options *options, void *dst, size_t dst_cap,
+                                               spccl_delta_frame *frames, size_t *out_bytes, void *stream);
 /* Deltas in GPU memory: the receiving side, as spccl_delta_check, spccl_delta_apply and spccl_delta_undo on the host, with
  * the same results. A plan copies the targets to the GPU, and keeps header and table of their frames there, 16 bytes for
  * each 65536 elements. So the list takes a few launches, and applying waits for nothing. A plan runs one call at a time.

@@ -6,6 +6,8 @@
 #include "core/base/delta_rule.h"
 #include "spccl.h"
 
+#include <stdbool.h>
+
 /* ---- receiving ---- */
 
 /* The memory of a plan, one allocation of the GPU, zeros but for what is known of targets and places: head, sums [n_targets], rows [n_targets], places [n_places], slices [n_slices]. */
@@ -67,5 +69,17 @@ typedef struct sp_gpu_delta_sum_args {
     uint32_t elem_bytes;
     uint64_t *out; /* in GPU memory; the sum */
 } sp_gpu_delta_sum_args;
+
+/* ---- sending ---- */
+
+typedef struct sp_gpu_delta_encode_args {
+    const spccl_delta_source *sources; /* [n_sources], in host memory, checked; at least one */
+    size_t n_sources;
+    bool raw;
+    uint8_t *dst; /* aligned to 16 bytes */
+    uint64_t dst_cap;
+    spccl_delta_frame *frames; /* [n_sources], in host memory; written on success */
+    size_t *out_bytes;
+} sp_gpu_delta_encode_args;
 
 #endif

@@ -38,26 +38,39 @@ struct encode_job {
     _Alignas(64) uint16_t rounded[SP_DELTA_SLICE_ELEMS];
 };
 
-static spccl_status check_source(const spccl_delta_source *s, size_t number, const void *dst, size_t dst_cap)
+spccl_status sp_delta_check_source(const char *call, size_t number, const spccl_delta_source *s,
+                                   const void *dst, size_t dst_cap)
 {
     const size_t e = sp_dtype_bytes(s->dtype);
     const bool is_cast =
         s->x_dtype == SPCCL_FLOAT32 && (s->dtype == SPCCL_BFLOAT16 || s->dtype == SPCCL_FLOAT16);
-    const char *of = "delta_encode: sources";
 
     if (e == 0 || (s->x_dtype != s->dtype && !is_cast))
-        return SP_FAIL(SPCCL_ERR_DTYPE,
-                       "%s[%zu]: x_dtype %s, dtype %s; wanted the same, or float32 to bfloat16 or float16",
-                       of, number, sp_dtype_name(s->x_dtype), sp_dtype_name(s->dtype));
+        return SP_FAIL(
+            SPCCL_ERR_DTYPE,
+            "%s: sources[%zu]: x_dtype %s, dtype %s; wanted the same, or float32 to bfloat16 or float16",
+            call, number, sp_dtype_name(s->x_dtype), sp_dtype_name(s->dtype));
     if (s->n_elems > SP_DELTA_ELEMS_MAX)
-        return SP_FAIL(SPCCL_ERR_ARG, "%s[%zu]: n_elems %llu, wanted at most 2^40", of, number,
+        return SP_FAIL(SPCCL_ERR_ARG, "%s: sources[%zu]: n_elems %llu, wanted at most 2^40", call, number,
                        (unsigned long long)s->n_elems);
     if (s->n_elems != 0 && (s->x == NULL || s->base == NULL))
-        return SP_FAIL(SPCCL_ERR_ARG, "%s[%zu]: %s is NULL", of, number, s->x == NULL ? "x" : "base");
+        return SP_FAIL(SPCCL_ERR_ARG, "%s: sources[%zu]: %s is NULL", call, number,
+                       s->x == NULL ? "x" : "base");
     if (sp_overlap(s->x, s->n_elems * sp_dtype_bytes(s->x_dtype), dst, dst_cap) ||
         sp_overlap(s->base, s->n_elems * e, dst, dst_cap))
-        return SP_FAIL(SPCCL_ERR_ALIAS, "%s[%zu] (%llu elements) and dst (%zu bytes) overlap", of, number,
-                       (unsigned long long)s->n_elems, dst_cap);
+        return SP_FAIL(SPCCL_ERR_ALIAS, "%s: sources[%zu] (%llu elements) and dst (%zu bytes) overlap", call,
+                       number, (unsigned long long)s->n_elems, dst_cap);
+    return SPCCL_OK;
+}
+
+spccl_status sp_delta_read_options(const char *call, const spccl_delta_options *given,
+                                   spccl_delta_options *out)
+{
+    *out = (spccl_delta_options)SPCCL_DELTA_OPTIONS_INIT;
+    SP_TRY(sp_options_copy("spccl_delta_options", given, out, sizeof *out));
+    if (out->raw > 1)
+        return SP_FAIL(SPCCL_ERR_ARG, "%s: options->raw %llu, wanted 0 or 1", call,
+                       (unsigned long long)out->raw);
     return SPCCL_OK;
 }
 
@@ -133,20 +146,17 @@ spccl_status spccl_delta_encode(const spccl_delta_source *sources, size_t n_sour
                                 const spccl_delta_options *options, void *dst, size_t dst_cap,
                                 spccl_delta_frame *frames, size_t *out_bytes)
 {
-    spccl_delta_options o = SPCCL_DELTA_OPTIONS_INIT;
+    spccl_delta_options o;
     spccl_status st = SPCCL_OK;
     const sp_kernels *kernels;
     struct encode_job *j;
     spccl_delta_frame frame;
 
-    SP_TRY(sp_options_copy("spccl_delta_options", options, &o, sizeof o));
-    if (o.raw > 1)
-        return SP_FAIL(SPCCL_ERR_ARG, "delta_encode: options->raw %llu, wanted 0 or 1",
-                       (unsigned long long)o.raw);
+    SP_TRY(sp_delta_read_options("delta_encode", options, &o));
     if (out_bytes == NULL || (n_sources != 0 && (sources == NULL || dst == NULL || frames == NULL)))
         return SP_FAIL(SPCCL_ERR_ARG, "delta_encode: sources, dst, frames or out_bytes is NULL");
     for (size_t i = 0; i < n_sources; i++)
-        SP_TRY(check_source(&sources[i], i, dst, dst_cap));
+        SP_TRY(sp_delta_check_source("delta_encode", i, &sources[i], dst, dst_cap));
     SP_TRY(sp_kernels_pick(&kernels));
     j = sp_alloc64(sp_align_up(sizeof *j, 64));
     if (j == NULL)

@@ -378,6 +378,7 @@ static const sp_gpu_ops ops = {
     .delta_open = sp_delta_open_cuda,
     .delta_run = sp_delta_run_cuda,
     .delta_sum = sp_delta_sum_cuda,
+    .delta_encode = sp_delta_encode_cuda,
     .upload = sp_cuda_upload,
     .unload = unload,
 };

@@ -64,6 +64,16 @@ __device__ __forceinline__ void sp_store16_non_temporal(void *p, uint4 v)
                  : "memory");
 }
 
+// From data that nobody writes meanwhile, and that is read once: leave the L1 cache to other data.
+__device__ __forceinline__ uint4 sp_load16_once(const void *p)
+{
+    uint4 v;
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(p));
+    return v;
+}
+
 // From host memory that the host writes to: never from a cache.
 __device__ __forceinline__ uint4 sp_load16_sys(const void *p)
 {

@@ -78,6 +78,10 @@ inline void sp_store16(void *p, uint4 v)
 {
     gpusim_store_late(p, v);
 }
+inline uint4 sp_load16_once(const void *p)
+{
+    return *(const uint4 *)p;
+}
 inline uint4 sp_load16_sys(const void *p)
 {
     return *(const uint4 *)p;
