@@ -7,6 +7,7 @@
 #   pytest    pytest -m gpu tests/gpu               bench     spccl bench --device cuda
 #   soak      tests/gpu/soak.py                     figure    spccl plot of the bench's CSV
 #   verify    spccl verify --device cuda            micro     rates of memory and links; bench/micro/*.cu
+#   delta     deltas of 14 GB of weights on one GPU
 #   pruned    a captured DDP step, then bench/ddp_exchange.py: dense, pruned, momentum in 5 turns, with memory
 # Options:
 #   --gpus G        for bench, soak, verify (def.: all)    --minutes N   length of the soak (default 1)
@@ -41,7 +42,7 @@ while (($#)); do
         printf -v "$name" %s "$2"
         shift 2
         ;;
-    ctest | sanitize | pytest | bench | soak | figure | verify | micro | pruned) stages+=("$1") && shift ;;
+    ctest | sanitize | pytest | bench | soak | figure | verify | micro | delta | pruned) stages+=("$1") && shift ;;
     -h | --help) usage 0 ;;
     *) echo "gpu.sh: $1: unknown stage or option" >&2; usage 2 >&2 ;;
     esac
@@ -125,7 +126,11 @@ run_bench() {
 
 run_micro() {
     "$build/bench/micro/spccl_bench_hbm" --csv "$out/hbm.csv" &&
-        "$build/bench/micro/spccl_bench_fused" && "$build/bench/micro/spccl_bench_fused" --dtype bfloat16 &&
+        "$build/bench/micro/spccl_bench_fused" && "$build/bench/micro/spccl_bench_fused" --dtype bfloat16
+}
+
+run_delta() {
+    "$build/bench/micro/spccl_bench_delta_cuda" --csv "$out/delta.csv" &&
         "$build/bench/micro/spccl_bench_delta_apply_cuda"
 }
 
@@ -166,7 +171,8 @@ own_limit() {
     soak) "$python" -c "print(int(60 * $minutes) + 240)" ;;
     figure) echo 60 ;;
     verify) echo 300 ;;
-    micro) echo 120 ;;
+    micro) echo 60 ;;
+    delta) echo 240 ;;
     pruned) echo 290 ;;
     esac
 }
@@ -178,6 +184,7 @@ note() {
     sanitize) grep -cE '^====' "$2" | sed 's/$/ runs/'; grep -E '^FAILED' "$2" | head -3 | tr '\n' ';' ;;
     pytest) grep -E '(passed|failed|skipped|error).* in ' "$2" | tail -1 | tr -d '=' ;;
     pruned) grep -E '^round .*(dense|pruned), ' "$2" | tail -2 | cut -c1-95 | tr '\n' ';' ;;
+    delta) grep -E '^(encode|apply) .* 1\.00%' "$2" | sed -E 's/ +/ /g' | tr '\n' ';' ;;
     micro) grep 'GB/s' "$2" | sed -E 's/ +[0-9.]+ us +/ /' | tr '\n' ';' ;;
     *) tail -1 "$2" ;;
     esac | tr '\n' ' ' | cut -c1-200
