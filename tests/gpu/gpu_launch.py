@@ -17,9 +17,9 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "dist"))
 
-from launch import Rank, check_case, run_ranks  # noqa: E402
+from launch import Rank, cases_of, check_case, run_ranks  # noqa: E402
 
-__all__ = ["Rank", "check_case", "missing", "needs", "run_gpus"]
+__all__ = ["Rank", "cases_of", "check_case", "missing", "needs", "run_gpus"]
 
 # NVLink multicast is off: some drivers do not support it, and no test needs it.
 SETTINGS = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}

@@ -73,6 +73,8 @@ def await_told(what: str) -> None:
 def main(cases: list[Callable[[], dict | None]], backend: str = "spccl") -> None:
     """Run all cases, or those named on the command line. Exits with 1 at the first case that fails on this rank."""
     wanted = sys.argv[1:]
+    if os.environ.get("SPCCL_TEST_DEVICE") == "cuda":
+        torch.cuda.set_device(RANK % torch.cuda.device_count())
     join(backend)
     for case in cases:
         if wanted and case.__name__ not in wanted:

@@ -18,6 +18,7 @@ from spccl import ddp
 from workers.common import RANK, WORLD, main, raises
 
 BACKEND = os.environ["SPCCL_TEST_BACKEND"]
+DEVICE = torch.device(os.environ.get("SPCCL_TEST_DEVICE", "cpu"))
 SHAPES = {"big": (150, 200), "mid": (90, 100), "bias": (50,), "small": (3, 5), "last": (600, 500)}
 
 
@@ -27,10 +28,10 @@ class Probe(torch.nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32):
         super().__init__()
         for name, shape in SHAPES.items():
-            setattr(self, name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype)))
+            setattr(self, name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=DEVICE)))
 
     def forward(self, wanted: dict[str, torch.Tensor]) -> torch.Tensor:
-        return sum((getattr(self, name) * grad).sum() for name, grad in wanted.items())
+        return sum((getattr(self, name) * grad.to(DEVICE)).sum() for name, grad in wanted.items())
 
 
 def wanted(rank: int, step: int, names=tuple(SHAPES), dtype=torch.float32) -> dict[str, torch.Tensor]:
@@ -45,7 +46,7 @@ def wrap(settings: dict, dtype=torch.float32, **ddp_settings):
 
 
 def grads(model) -> dict[str, torch.Tensor]:
-    return {n: p.grad.detach().double() for n, p in model.module.named_parameters() if p.grad is not None}
+    return {n: p.grad.detach().double().cpu() for n, p in model.module.named_parameters() if p.grad is not None}
 
 
 def step_once(model, given) -> dict[str, torch.Tensor]:
@@ -60,7 +61,7 @@ def mean_residual(hook, key: str = "residual") -> dict[str, torch.Tensor]:
     out = {}
     for name, entry in sorted(hook.state_dict()["parameters"].items()):
         n = int(torch.tensor(SHAPES[name]).prod())
-        held = entry[key].double() if entry[key] is not None else torch.zeros(n, dtype=torch.float64)
+        held = entry[key].double().cpu() if entry[key] is not None else torch.zeros(n, dtype=torch.float64)
         dist.all_reduce(held)
         out[name] = held.view(SHAPES[name]) / WORLD
     return out

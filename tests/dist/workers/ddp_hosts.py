@@ -38,7 +38,7 @@ def mean_residual(hook, key: str = "residual") -> dict[str, torch.Tensor]:
     out = {}
     for name, shape in SHAPES.items():
         held = [s["parameters"][name][key] for s in hosts if name in s["parameters"]]
-        out[name] = sum((h.double() for h in held if h is not None), torch.zeros(shape).double()) / N_HOSTS
+        out[name] = sum((h.double().cpu() for h in held if h is not None), torch.zeros(shape).double()) / N_HOSTS
     return out
 
 

