@@ -60,7 +60,7 @@ typedef struct sp_gpu_delta_args {
     uint8_t *old;    /* look: written, NULL: not; undo: read */
 } sp_gpu_delta_args;
 
-/* What to do with the changes. */
+/* What to do with the changes; looking comes first. */
 enum { SP_DELTA_LOOK, SP_DELTA_APPLY, SP_DELTA_UNDO };
 
 typedef struct sp_gpu_delta_sum_args {

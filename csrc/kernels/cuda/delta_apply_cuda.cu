@@ -363,15 +363,16 @@ __device__ __forceinline__ void sp_delta_slice_run(const sp_gpu_delta_args &a, u
     }
 }
 
-// The grid has as many CTAs as run at once. Warp w of all has slices w, w + number of warps, ...
+// The grid has as many CTAs as run at once. The warps of a CTA have slices next to each other; if there are few slices, those
+// of as many CTAs as possible have one each.
 template <int BYTES, int WHAT>
 __global__ void __launch_bounds__(SP_DELTA_WARPS * 32, SP_DELTA_CTAS(WHAT))
     sp_delta_kernel(const __grid_constant__ sp_gpu_delta_args a)
 {
-    uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0), n_warps = gridDim.x * SP_DELTA_WARPS;
     uint16_t *shared = (uint16_t *)sp_block_shared() + warp * SP_DELTA_BITS;
-    for (uint64_t s = (uint64_t)blockIdx.x * SP_DELTA_WARPS + warp; s < a.n_slices;
-         s += (uint64_t)gridDim.x * SP_DELTA_WARPS)
+    uint64_t s = a.n_slices < n_warps ? warp * gridDim.x + blockIdx.x : blockIdx.x * SP_DELTA_WARPS + warp;
+    for (; s < a.n_slices; s += n_warps)
         sp_delta_slice_run<BYTES, WHAT>(a, s, shared);
 }
 
@@ -384,7 +385,8 @@ typedef void (*sp_delta_fn)(const sp_gpu_delta_args);
             sp_delta_kernel<BYTES, SP_DELTA_UNDO>                                                            \
     }
 
-// A launch for each size of elements that the targets have.
+// A launch for each size of elements that the targets have. Before it looks, it asks for all kernels, as they will follow:
+// the first question about a kernel loads it, which may wait for kernels that run.
 extern "C" spccl_status sp_delta_run_cuda(const sp_gpu_delta_args *a, int what, void *stream)
 {
     static const sp_delta_fn kernels[][3] = {SP_DELTA_KERNELS(1), SP_DELTA_KERNELS(2), SP_DELTA_KERNELS(4),
@@ -396,14 +398,13 @@ extern "C" spccl_status sp_delta_run_cuda(const sp_gpu_delta_args *a, int what, 
         SP_TRY_CUDA(cudaMemsetAsync(a->sums, 0, a->n_targets * sizeof *a->sums, (cudaStream_t)stream));
     }
     for (int width = 0; width < 4; width++) {
-        sp_delta_fn kernel = kernels[width][what];
-        uint64_t n_ctas = (a->n_slices + SP_DELTA_WARPS - 1) / SP_DELTA_WARPS;
         int n_resident = 0;
-        if ((a->widths >> width & 1) == 0 || n_ctas == 0)
+        if ((a->widths >> width & 1) == 0 || a->n_slices == 0)
             continue;
-        SP_TRY(sp_resident_ctas((const void *)kernel, n_threads, shared, &n_resident));
-        n_ctas = n_ctas < (uint64_t)n_resident ? n_ctas : (uint64_t)n_resident;
-        SP_TRY(sp_launch(kernel, {(uint32_t)n_ctas, n_threads, shared}, a, stream,
+        for (int k = what == SP_DELTA_LOOK ? SP_DELTA_UNDO : what; k >= what; k--)
+            SP_TRY(sp_resident_ctas((const void *)kernels[width][k], n_threads, shared, &n_resident));
+        uint32_t n_ctas = (uint32_t)sp_min_size((size_t)n_resident, a->n_slices);
+        SP_TRY(sp_launch(kernels[width][what], {n_ctas, n_threads, shared}, a, stream,
                          "launch of a kernel that receives deltas"));
     }
     return SPCCL_OK;
