@@ -4,6 +4,7 @@
 #   make check   before each commit, 2 minutes  make test AT_ONCE=1           its stages one by one
 #   make wheel   dist/spccl-*.whl: CUDA for every architecture, glue for the torch in .venv (ARCHS=90-real: fewer)
 #   make test-ib transport ib alone, over software RoCE in a virtual machine
+#   make test-vllm spccl.sync with a real vLLM server on CPUs: 3.4 GB in build/vllm, then 10 minutes; not in test-all
 #   make demo    DDP training, dense and pruned
 #   make docs    build/docs/site: the documentation as a site, links checked
 #   make lint    formatting and Python checks   make bench                    benchmarks
@@ -14,15 +15,16 @@ PYTHON ?= python3
 SECONDS ?= 600
 export NO_APT TORCH_SPEC
 
-.PHONY: all setup test test-all test-ib check wheel demo docs lint bench fuzz clean distclean
+.PHONY: all setup test test-all test-ib test-vllm check wheel demo docs lint bench fuzz clean distclean
 all: setup
-setup test test-all test-ib check wheel demo docs lint bench fuzz clean distclean:
+setup test test-all test-ib test-vllm check wheel demo docs lint bench fuzz clean distclean:
 	@$(PYTHON) tools/dev.py $(command)
 
 setup: command = setup
 test: command = test $(if $(ONLY),--only $(ONLY)) $(if $(AT_ONCE),--at-once $(AT_ONCE))
 test-all: command = test-all $(if $(AT_ONCE),--at-once $(AT_ONCE))
 test-ib: command = test --only ib
+test-vllm: command = test-vllm
 check: command = check $(if $(AT_ONCE),--at-once $(AT_ONCE))
 wheel: command = wheel $(if $(ARCHS),--archs "$(ARCHS)")
 demo: command = demo $(ARGS)

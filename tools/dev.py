@@ -1,4 +1,4 @@
-"""Runs make test, test-all, check, wheel, demo, docs, lint, bench, fuzz and clean. The Makefile calls this script.
+"""Runs make test, test-all, test-vllm, check, wheel, demo, docs, lint, bench, fuzz, clean. The Makefile calls it.
 
     python3 tools/dev.py test [--only NAME ...]     the suite, or some stages of `test` and `test-all`
 """
@@ -19,6 +19,7 @@ from packages import make_wheel
 from site_pages import build_site
 from stages import run_stages
 from suite import CHECK_STAGES, TEST_ALL_STAGES, TEST_STAGES, lint, run_fuzz
+from vllm_tests import run_vllm_tests
 
 
 def cmd_setup(_: argparse.Namespace) -> int:
@@ -42,6 +43,11 @@ def cmd_test_all(args: argparse.Namespace) -> int:
     """Run every stage. A stage that has passed with these sources does not run again."""
     ensure_venv()
     return 0 if run_stages(TEST_ALL_STAGES, args.at_once, sources(), repeat=False) else 1
+
+
+def cmd_test_vllm(_: argparse.Namespace) -> int:
+    say(f"test-vllm: {run_vllm_tests()}")
+    return 0
 
 
 def cmd_check(args: argparse.Namespace) -> int:
@@ -124,6 +130,8 @@ def main() -> int:
     test.set_defaults(fn=cmd_test)
     test_all = commands.add_parser("test-all", help="run the suite and all else: what passed before is not repeated")
     test_all.set_defaults(fn=cmd_test_all)
+    real = commands.add_parser("test-vllm", help="test spccl.sync with a real vLLM server, in build/vllm")
+    real.set_defaults(fn=cmd_test_vllm)
     check = commands.add_parser("check", help="run the checks for each commit: 2 minutes")
     check.set_defaults(fn=cmd_check)
     for command in (test, test_all, check):

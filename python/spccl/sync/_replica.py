@@ -20,6 +20,7 @@ import torch
 from spccl.errors import Error, MismatchError, StateError, TimeoutError
 
 from . import _folder
+from ._tensors import boxes_of_plan
 from .manifest import MASK, Manifest
 from .record import Plan, prove, record
 from .subscriber import Subscriber
@@ -144,6 +145,7 @@ class Replica:
         manifest = _newest(folder, timeout_s)
         if self._plan is None:
             self._plan = plan_of(self.model, self.checkpoint, manifest)
+        boxes_of_plan(self.who, manifest.tensors, self._plan)  # raises if the folder has other tensors
         numel = {name: entry.numel for entry in manifest.tensors for name in (entry.name, *entry.also)}
         parts = {
             name: [[p.row_elems, p.row_first, p.n_rows, p.col_first, p.n_cols] for p in places]
@@ -171,7 +173,7 @@ class Replica:
         if self._staging is not None and self._staging.version == version and self._staging.is_alive():
             return
         self._join(timeout_s)
-        self._staging = _Staging(pull, version, timeout_s)
+        self._staging = _Staging(pull, version, timeout_s / 2)  # its error comes before the deadline of `update`
         self._staging.start()
 
     def _join(self, timeout_s: float) -> None:

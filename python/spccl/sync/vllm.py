@@ -65,12 +65,11 @@ class VllmClient:
         self.url, self.timeout_s, self.pause = url.rstrip("/"), timeout_s, pause
         self.folder = None if folder is None else str(folder)
         self.pause_s = 0.0  # of the last update: from before /pause to after /resume
-        self._is_open = False
 
     def update(self, version: int) -> int:
         """Put a version into the server's weights: all of its workers take it, or none. Returns the version.
 
-        init (once), pause, start, update, finish, resume. If the workers could not take it but hold what they held, the
+        init, pause, start, update, finish, resume. If the workers could not take it but hold what they held, the
         server goes on with that.
         Raises: StateError with the server's text; PeerError if it does not answer; TimeoutError. Where the text does
             not say that the server goes on, it is paused, because its weights may be a mixture: update again, or start
@@ -111,13 +110,12 @@ class VllmClient:
         self._post("finish_weight_update")
 
     def open(self) -> None:
-        """Let the server open the folder, once; later calls do nothing. It compares its weights with its checkpoint.
+        """Let the server open the folder, if it has another one or none: it compares its weights with its checkpoint.
 
+        `update` and `stage` do it too; before the first one it takes the time to read the checkpoint twice.
         Raises: as `update`.
         """
-        if not self._is_open:
-            self._post("init_weight_transfer_engine", {"init_info": self._options()})
-            self._is_open = True
+        self._post("init_weight_transfer_engine", {"init_info": {"folder": self.folder, "timeout_s": self._most_s}})
 
     def version(self) -> str:
         """The version that the server says it has; "default" before the first one."""
@@ -132,11 +130,13 @@ class VllmClient:
             self._post("finish_weight_update")  # of a client that ended before its own
             self._post("start_weight_update")
 
-    def _options(self) -> dict[str, Any]:
-        return {"folder": self.folder, "timeout_s": 0.9 * self.timeout_s}
+    @property
+    def _most_s(self) -> float:
+        """The server's own deadline: it ends before the request's, so that its error arrives."""
+        return 0.9 * self.timeout_s
 
     def _info(self, version: int, action: str) -> dict[str, Any]:
-        return {"version": version, "action": action, "timeout_s": 0.9 * self.timeout_s}
+        return {"version": version, "action": action, "timeout_s": self._most_s}
 
     def _post(self, route: str, body: dict[str, Any] | None = None, query: dict[str, str] | None = None) -> str:
         return self._send("POST", route, body, query)
