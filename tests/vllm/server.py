@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import torch
 
-START_S, ANSWER_S = 240, 60
+START_S, ANSWER_S = 500, 120
 ENTRY_POINTS = "[vllm.general_plugins]\nspccl_test = spccl_vllm_test_plugin:register\n"
 PLUGIN = Path(__file__).with_name("spccl_vllm_test_plugin.py")
 
