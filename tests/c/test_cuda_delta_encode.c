@@ -100,36 +100,49 @@ static void upload(void)
     sync_stream(on);
 }
 
-/* Encode on the GPU into room of so many bytes; compare status, results and bytes. */
-static void compare(const char *what, bool raw, size_t cap, const uint8_t *want, size_t want_bytes,
-                    const spccl_delta_frame *frames, spccl_status want_st)
+/* What the host wrote. */
+struct wanted {
+    const char *what; /* for texts */
+    bool raw;
+    const uint8_t *p;
+    size_t bytes;
+    spccl_delta_frame frames[N_MOST];
+};
+
+static void compare_results(const struct wanted *w, const spccl_delta_frame *found, const uint8_t *got,
+                            size_t bytes)
 {
-    spccl_delta_options o = {sizeof o, raw};
+    CHECK(bytes == w->bytes, "%s: %zu bytes, wanted %zu", w->what, bytes, w->bytes);
+    for (size_t i = 0; i < n_arrays; i++)
+        CHECK(memcmp(&found[i], &w->frames[i], sizeof found[i]) == 0,
+              "%s: source %zu: at %llu, %llu bytes, %llu changes, sum %llx; wanted %llu, %llu, %llu, %llx",
+              w->what, i, (unsigned long long)found[i].offset, (unsigned long long)found[i].bytes,
+              (unsigned long long)found[i].nnz, (unsigned long long)found[i].sum_change,
+              (unsigned long long)w->frames[i].offset, (unsigned long long)w->frames[i].bytes,
+              (unsigned long long)w->frames[i].nnz, (unsigned long long)w->frames[i].sum_change);
+    if (bytes == w->bytes)
+        CHECK(memcmp(got, w->p, bytes) == 0, "%s: byte %zu of %zu differs", w->what,
+              first_difference(got, w->p, bytes), bytes);
+}
+
+/* Encode on the GPU into room of so many bytes; compare status, results and bytes. */
+static void compare(const struct wanted *w, size_t cap, spccl_status want_st)
+{
+    spccl_delta_options o = {sizeof o, w->raw};
     spccl_delta_frame found[N_MOST];
     uint8_t *dst_d = device_alloc(cap + GUARD_BYTES), *got = malloc(cap + GUARD_BYTES);
     size_t bytes = 0;
-    memset(found, POISON, sizeof found);
+    spccl_status st;
     CUDA_OK(cudaMemsetAsync(dst_d, POISON, cap + GUARD_BYTES, on));
-    spccl_status st = spccl_cuda_delta_encode(device, n_arrays, &o, dst_d, cap, found, &bytes, on);
-    CHECK(st == want_st, "%s: %s: %s", what, spccl_status_name(st), st == SPCCL_OK ? "" : spccl_last_error());
+    st = spccl_cuda_delta_encode(device, n_arrays, &o, dst_d, cap, found, &bytes, on);
+    CHECK(st == want_st, "%s: %s: %s", w->what, spccl_status_name(st),
+          st == SPCCL_OK ? "" : spccl_last_error());
     CUDA_OK(cudaMemcpyAsync(got, dst_d, cap + GUARD_BYTES, cudaMemcpyDeviceToHost, on));
     sync_stream(on);
-    for (size_t i = 0; i < GUARD_BYTES; i++)
-        CHECK(got[cap + i] == POISON, "%s: byte %zu past dst_cap %zu was written", what, i, cap);
-    if (st == SPCCL_OK && want_st == SPCCL_OK) {
-        CHECK(bytes == want_bytes, "%s: %zu bytes, wanted %zu", what, bytes, want_bytes);
-        for (size_t i = 0; i < n_arrays; i++)
-            CHECK(
-                memcmp(&found[i], &frames[i], sizeof found[i]) == 0,
-                "%s: source %zu: at %llu, %llu bytes, %llu changes, sum %llx; wanted %llu, %llu, %llu, %llx",
-                what, i, (unsigned long long)found[i].offset, (unsigned long long)found[i].bytes,
-                (unsigned long long)found[i].nnz, (unsigned long long)found[i].sum_change,
-                (unsigned long long)frames[i].offset, (unsigned long long)frames[i].bytes,
-                (unsigned long long)frames[i].nnz, (unsigned long long)frames[i].sum_change);
-        if (bytes == want_bytes)
-            CHECK(memcmp(got, want, want_bytes) == 0, "%s, room for %zu: byte %zu of %zu differs", what, cap,
-                  first_difference(got, want, want_bytes), want_bytes);
-    }
+    for (size_t i = cap; i < cap + GUARD_BYTES; i++)
+        CHECK(got[i] == POISON, "%s: byte %zu past dst_cap %zu was written", w->what, i - cap, cap);
+    if (st == SPCCL_OK && want_st == SPCCL_OK)
+        compare_results(w, found, got, bytes);
     CUDA_OK(cudaFree(dst_d));
     free(got);
 }
@@ -138,8 +151,8 @@ static void compare(const char *what, bool raw, size_t cap, const uint8_t *want,
 static void run(uint32_t permille, change how, bool raw)
 {
     spccl_delta_options o = {sizeof o, raw};
-    spccl_delta_frame frames[N_MOST];
-    size_t cap = 0, bytes = 0;
+    struct wanted w = {.raw = raw};
+    size_t cap = 0;
     uint8_t *want;
     char what[160];
 
@@ -152,11 +165,12 @@ static void run(uint32_t permille, change how, bool raw)
              sp_dtype_name(arrays[0].x_dtype), permille, change_names[how], raw ? ", raw" : "");
     upload();
     want = malloc(cap);
-    CHECK_OK(spccl_delta_encode(host, n_arrays, &o, want, cap, frames, &bytes));
-    compare(what, raw, 2 * cap + 24, want, bytes, frames, SPCCL_OK);
-    compare(what, raw, bytes, want, bytes, frames, SPCCL_OK);
-    compare(what, raw, bytes + bytes / 2, want, bytes, frames, SPCCL_OK);
-    compare(what, raw, bytes - 8, want, bytes, frames, SPCCL_ERR_DST_SMALL);
+    CHECK_OK(spccl_delta_encode(host, n_arrays, &o, want, cap, w.frames, &w.bytes));
+    w.what = what, w.p = want;
+    compare(&w, 2 * cap + 24, SPCCL_OK); /* room for staging */
+    compare(&w, w.bytes, SPCCL_OK);
+    compare(&w, w.bytes + w.bytes / 2, SPCCL_OK); /* for a part of it */
+    compare(&w, w.bytes - 8, SPCCL_ERR_DST_SMALL);
     free(want);
 }
 
@@ -215,11 +229,11 @@ static void test_clusters(void)
             arrays[0].x[(i / 512 * 4096 + i % 512 + 7) * e] ^= 1;
         arrays[0].x[(2 * SLICE - 1) * e] ^= 3;
         upload();
-        size_t cap = spccl_delta_bound(2 * SLICE, kinds[k].wire), bytes = 0;
+        size_t cap = spccl_delta_bound(2 * SLICE, kinds[k].wire);
         uint8_t *want = malloc(cap);
-        spccl_delta_frame frame;
-        CHECK_OK(spccl_delta_encode(host, 1, NULL, want, cap, &frame, &bytes));
-        compare("clusters", false, cap, want, bytes, &frame, SPCCL_OK);
+        struct wanted w = {.what = "clusters", .p = want};
+        CHECK_OK(spccl_delta_encode(host, 1, NULL, want, cap, w.frames, &w.bytes));
+        compare(&w, cap, SPCCL_OK);
         free(want);
         drop();
     }

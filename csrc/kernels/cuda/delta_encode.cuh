@@ -8,6 +8,7 @@
 
 #define SP_DELTA_ENCODE_THREADS 256u
 #define SP_DELTA_ENCODE_WARPS (SP_DELTA_ENCODE_THREADS / 32)
+#define SP_DELTA_ENCODE_CTAS 4 // of an SM, which leaves each thread 64 registers
 
 // Changes of a slice that the lists hold, and elements of which they can hold every change.
 template <int E> static constexpr uint32_t sp_delta_list_cap = E == 8 ? 2048 : 4096;
@@ -39,10 +40,12 @@ template <int E> struct sp_delta_shared {
 
     __device__ __forceinline__ void clear()
     {
+        constexpr uint32_t N = (sizeof bits + sizeof low + sizeof high + sizeof codes + sizeof escaped) / 16;
         uint4 *p = (uint4 *)bits;
-        const uint32_t n = (uint32_t)((uint8_t *)before - (uint8_t *)bits) / 16;
-        for (uint32_t i = threadIdx.x; i < n; i += SP_DELTA_ENCODE_THREADS)
-            p[i] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (uint32_t i = 0; i < N; i += SP_DELTA_ENCODE_THREADS)
+            if (i + threadIdx.x < N)
+                p[i + threadIdx.x] = make_uint4(0, 0, 0, 0);
         if (threadIdx.x == 0)
             is_dense = 0;
     }

@@ -3,71 +3,12 @@
 // with many changes are read a second time and written in place.
 #include "core/contract/delta_gpu.h"
 #include "kernels/cuda/delta_encode.cuh"
+#include "kernels/cuda/delta_frames.cuh"
 #include "kernels/cuda/kernels_cuda.h"
 #include "kernels/cuda/launch.cuh"
 
 #include <stdlib.h>
 #include <string.h>
-
-#define SP_DELTA_FRAMES_THREADS 1024u
-#define SP_DELTA_PLACE_THREADS 256u
-#define SP_DELTA_NOT_STAGED UINT64_MAX
-
-// ---- what the kernels share, in GPU memory ----
-
-struct sp_delta_encode_row {
-    const uint8_t *x, *base;
-    uint64_t n_elems, first, key;
-    uint32_t kind, dtype;
-};
-struct sp_delta_encode_slice {
-    uint32_t entry; // of the table: count and code
-    uint32_t bytes;
-    uint32_t at; // in its frame, in units of 4 bytes
-    uint32_t reserved;
-    uint64_t sum_change;
-    uint64_t staged; // byte of dst; SP_DELTA_NOT_STAGED: it is to be encoded in place
-};
-struct sp_delta_encode_totals {
-    uint64_t staged;   // bytes at the end of dst
-    uint64_t bytes;    // of all frames
-    uint64_t n_again;  // slices that are to be encoded in place
-    uint32_t status;   // 0, or -spccl_status
-    uint32_t source;   // of which the frame did not fit
-    uint64_t wanted;   // bytes, up to the end of that frame
-    uint64_t is_moved; // 0: frames reach into the staged slices, so all are encoded in place
-};
-
-struct sp_delta_encode_job {
-    const sp_delta_encode_row *rows; // [n_rows]
-    const uint64_t *first_slice;     // [n_rows]: of each row, among the slices of all
-    // The rows of the kind that a kernel works on, and their first slices among those of this kind.
-    const uint32_t *kind_rows;
-    const uint64_t *kind_first;
-    uint32_t n_kind_rows, kind;
-    uint64_t n_kind_slices;
-    sp_delta_encode_slice *slices; // [n_slices]
-    uint32_t *again;               // [n_slices]
-    sp_delta_encode_totals *totals;
-    spccl_delta_frame *frames; // [n_rows]
-    uint64_t n_slices, dst_cap;
-    uint8_t *dst; // aligned to 16 bytes
-    uint32_t n_rows, raw;
-};
-
-// The last i < n with first[i] <= at; first[0] <= at. A whole warp calls it, with the same arguments.
-__device__ __forceinline__ uint32_t sp_delta_find_row(const uint64_t *first, uint32_t n, uint64_t at)
-{
-    uint32_t begin = 0;
-    while (n > 1) {
-        uint32_t step = (n + 31) / 32, i = threadIdx.x % 32 * step;
-        bool is_at_or_before = i < n && first[begin + i] <= at;
-        uint32_t last = (uint32_t)__popc(__ballot_sync(~0u, is_at_or_before)) - 1;
-        begin += last * step;
-        n = min(step, n - last * step);
-    }
-    return begin;
-}
 
 template <int E, int CAST>
 static __device__ __forceinline__ sp_delta_piece piece_of(const sp_delta_encode_row &row, uint64_t slice)
@@ -142,170 +83,60 @@ static __device__ __forceinline__ void finish_slice(const sp_delta_encode_job &a
         fill_up(to.values, (code == 0 ? k : count[code]) * E);
 }
 
+// Slices that a CTA takes one after the other. Most lie in the same row, which is then looked up once.
+#define SP_DELTA_RUN 4u
+
+template <int E> struct sp_delta_scan_shared {
+    sp_delta_shared<E> lists;
+    sp_delta_encode_row row;
+    uint64_t first_slice;          // of the row
+    uint64_t kind_first, kind_end; // its slices among those of this kind
+};
+// Look up the row of slice i of this kind. The first warp calls it.
+template <int E>
+static __device__ __forceinline__ void look_up(const sp_delta_encode_job &a, sp_delta_scan_shared<E> &s,
+                                               uint64_t i)
+{
+    const uint32_t at = sp_delta_find_row(a.kind_first, a.n_kind_rows, i), row = a.kind_rows[at];
+    __syncwarp();
+    if (threadIdx.x == 0) {
+        s.row = a.rows[row];
+        s.first_slice = a.first_slice[row];
+        s.kind_first = a.kind_first[at];
+        s.kind_end = s.kind_first + sp_delta_n_slices(s.row.n_elems);
+    }
+    __syncwarp();
+}
+
 template <int E, int CAST>
-__global__ void __launch_bounds__(SP_DELTA_ENCODE_THREADS)
+static __device__ __forceinline__ void scan_slice(const sp_delta_encode_job &a, sp_delta_scan_shared<E> &s,
+                                                  uint64_t i)
+{
+    if (threadIdx.x < 32 && i >= s.kind_end)
+        look_up(a, s, i);
+    s.lists.clear();
+    __syncthreads();
+    const uint64_t slice = i - s.kind_first;
+    const sp_delta_piece p = piece_of<E, CAST>(s.row, slice);
+    sp_delta_scan<E, CAST>(s.lists, p, 0, p.n_elems);
+    __syncthreads();
+    finish_slice(a, s.lists, p, s.first_slice + slice);
+    __syncthreads();
+}
+
+template <int E, int CAST>
+__global__ void __launch_bounds__(SP_DELTA_ENCODE_THREADS, SP_DELTA_ENCODE_CTAS)
     sp_delta_scan_kernel(const __grid_constant__ sp_delta_encode_job a)
 {
-    sp_delta_shared<E> &s = *(sp_delta_shared<E> *)sp_block_shared();
-    for (uint64_t i = blockIdx.x; i < a.n_kind_slices; i += gridDim.x) {
-        const uint32_t at = sp_delta_find_row(a.kind_first, a.n_kind_rows, i), row = a.kind_rows[at];
-        const uint64_t slice = i - a.kind_first[at];
-        const sp_delta_piece p = piece_of<E, CAST>(a.rows[row], slice);
-        s.clear();
-        __syncthreads();
-        sp_delta_scan<E, CAST>(s, p, 0, p.n_elems);
-        __syncthreads();
-        finish_slice(a, s, p, a.first_slice[row] + slice);
-        __syncthreads();
-    }
-}
-
-// ---- offsets ----
-
-// The sum of v over the threads before this one. All threads of a CTA of FRAMES_THREADS call it. *total: over all.
-static __device__ __forceinline__ uint64_t scan_block(uint64_t v, uint64_t *warps, uint64_t *total)
-{
-    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    uint64_t scanned = v, lower;
-    for (uint32_t by = 1; by < 32; by *= 2) {
-        lower = __shfl_up_sync(~0u, scanned, by);
-        scanned += lane >= by ? lower : 0;
-    }
-    __syncthreads(); // `warps` may hold sums that others still read
-    if (lane == 31)
-        warps[warp] = scanned;
-    __syncthreads();
-    uint64_t of_warp = warps[lane], all = of_warp;
-    for (uint32_t by = 1; by < 32; by *= 2) {
-        lower = __shfl_up_sync(~0u, all, by);
-        all += lane >= by ? lower : 0;
-    }
-    *total = __shfl_sync(~0u, all, 31);
-    return scanned - v + __shfl_sync(~0u, all - of_warp, warp);
-}
-
-// Where the slices of a frame lie in it, and its sums. frames[].bytes is not filled up to 8 yet.
-static __device__ __forceinline__ void sum_frame(const sp_delta_encode_job &a, uint32_t row, uint64_t *warps)
-{
-    const uint64_t begin = a.first_slice[row], n = sp_delta_n_slices(a.rows[row].n_elems);
-    uint64_t at = SP_DELTA_HEADER_BYTES + n * SP_DELTA_ENTRY_BYTES, total, nnz = 0, sum_change = 0;
-
-    for (uint64_t from = 0; from < n; from += SP_DELTA_FRAMES_THREADS) {
-        uint64_t i = from + threadIdx.x, before;
-        sp_delta_encode_slice slice = {};
-        if (i < n)
-            slice = a.slices[begin + i];
-        before = scan_block(slice.bytes, warps, &total);
-        if (i < n)
-            a.slices[begin + i].at = (uint32_t)((at + before) / 4);
-        nnz += slice.entry & SP_DELTA_COUNT_MASK;
-        sum_change += slice.sum_change;
-        at += total;
-    }
-    (void)scan_block(nnz, warps, &nnz);
-    (void)scan_block(sum_change, warps, &sum_change);
+    sp_delta_scan_shared<E> &s = *(sp_delta_scan_shared<E> *)sp_block_shared();
     if (threadIdx.x == 0)
-        a.frames[row] = {0, at, nnz, sum_change};
-}
-static __global__ void __launch_bounds__(SP_DELTA_FRAMES_THREADS)
-    sp_delta_offsets_kernel(const __grid_constant__ sp_delta_encode_job a)
-{
-    for (uint32_t row = blockIdx.x; row < a.n_rows; row += gridDim.x)
-        sum_frame(a, row, (uint64_t *)sp_block_shared());
-}
-
-// One CTA: where frames lie, and whether they do.
-static __global__ void __launch_bounds__(SP_DELTA_FRAMES_THREADS)
-    sp_delta_frames_kernel(const __grid_constant__ sp_delta_encode_job a)
-{
-    uint64_t *warps = (uint64_t *)sp_block_shared(), at = 0, total;
-    sp_delta_encode_totals *t = a.totals;
-
-    for (uint32_t from = 0; from < a.n_rows; from += SP_DELTA_FRAMES_THREADS) {
-        const uint32_t i = from + threadIdx.x;
-        uint64_t bytes = i < a.n_rows ? a.frames[i].bytes : 0, filled = (bytes + 7) / 8 * 8;
-        const bool is_long = bytes > SP_DELTA_BYTES_MAX - SP_DELTA_ALIGN;
-        const uint64_t begin = at + scan_block(filled, warps, &total);
-        const bool is_bad = is_long || begin + filled > a.dst_cap;
-        uint64_t n_bad, bad_before = scan_block(is_bad ? 1 : 0, warps, &n_bad);
-        if (is_bad && bad_before == 0 && t->status == 0) {
-            t->status = is_long ? (uint32_t)-SPCCL_ERR_UNSUPPORTED : (uint32_t)-SPCCL_ERR_DST_SMALL;
-            t->source = i;
-            t->wanted = begin + filled;
-        }
-        if (i < a.n_rows) {
-            a.frames[i].offset = begin;
-            a.frames[i].bytes = filled;
-        }
-        at += total;
-        __syncthreads(); // t->status
-    }
-    if (threadIdx.x == 0) {
-        const uint64_t staged = min(t->staged, a.dst_cap / 32 * 16);
-        t->bytes = at;
-        t->is_moved = at <= a.dst_cap / 16 * 16 - staged ? 1 : 0;
-    }
-}
-
-// ---- frames ----
-
-static __device__ __forceinline__ void copy_words(uint32_t *to, const uint32_t *from, uint32_t n)
-{
-    constexpr uint32_t UNROLL = 4;
-    for (uint32_t begin = 0; begin < n; begin += UNROLL * 32) {
-        uint32_t v[UNROLL];
-#pragma unroll
-        for (uint32_t q = 0; q < UNROLL; q++)
-            v[q] = begin + q * 32 + threadIdx.x % 32 < n ? from[begin + q * 32 + threadIdx.x % 32] : 0;
-#pragma unroll
-        for (uint32_t q = 0; q < UNROLL; q++)
-            if (begin + q * 32 + threadIdx.x % 32 < n)
-                to[begin + q * 32 + threadIdx.x % 32] = v[q];
-    }
-}
-// The header, and zeros after the last slice. One thread calls it.
-static __device__ __forceinline__ void write_header(const sp_delta_encode_job &a, uint32_t row)
-{
-    const sp_delta_encode_row &r = a.rows[row];
-    const spccl_delta_frame f = a.frames[row];
-    const uint64_t n = sp_delta_n_slices(r.n_elems), last = a.first_slice[row] + n - 1;
-    uint64_t *head = (uint64_t *)(a.dst + f.offset);
-    uint64_t end = SP_DELTA_HEADER_BYTES;
-    head[0] = 0x46435053u | (uint64_t)SP_DELTA_VERSION << 32 | (uint64_t)SPCCL_FORMAT_DELTA << 40 |
-              (uint64_t)r.dtype << 48 | UINT64_C(1) << 56;
-    head[1] = r.n_elems;
-    head[2] = f.nnz;
-    head[3] = f.bytes;
-    if (n != 0)
-        end = (uint64_t)a.slices[last].at * 4 + a.slices[last].bytes;
-    if (end != f.bytes)
-        *(uint32_t *)(a.dst + f.offset + end) = 0;
-}
-
-// A warp per slice or header: moves the sections of staged slices to where they belong, and writes tables.
-static __global__ void __launch_bounds__(SP_DELTA_PLACE_THREADS)
-    sp_delta_place_kernel(const __grid_constant__ sp_delta_encode_job a)
-{
-    const uint64_t n_warps = (uint64_t)gridDim.x * (SP_DELTA_PLACE_THREADS / 32);
-    const bool is_moved = a.totals->is_moved != 0;
-    if (a.totals->status != 0)
-        return;
-    for (uint64_t i = blockIdx.x * (SP_DELTA_PLACE_THREADS / 32) + threadIdx.x / 32;
-         i < a.n_slices + a.n_rows; i += n_warps) {
-        if (i >= a.n_slices) {
-            if (threadIdx.x % 32 == 0)
-                write_header(a, (uint32_t)(i - a.n_slices));
-            continue;
-        }
-        const uint32_t row = sp_delta_find_row(a.first_slice, a.n_rows, i);
-        const sp_delta_encode_slice slice = a.slices[i];
-        uint8_t *frame = a.dst + a.frames[row].offset;
-        if (threadIdx.x % 32 == 0)
-            ((uint64_t *)(frame + SP_DELTA_HEADER_BYTES))[i - a.first_slice[row]] =
-                slice.entry | (uint64_t)slice.at << 32;
-        if (is_moved && slice.bytes != 0 && slice.staged != SP_DELTA_NOT_STAGED)
-            copy_words((uint32_t *)(frame + (uint64_t)slice.at * 4), (const uint32_t *)(a.dst + slice.staged),
-                       slice.bytes / 4);
+        s.kind_end = 0;
+    __syncthreads();
+    for (uint64_t from = (uint64_t)blockIdx.x * SP_DELTA_RUN; from < a.n_kind_slices;
+         from += (uint64_t)gridDim.x * SP_DELTA_RUN) {
+        const uint64_t end = min(from + SP_DELTA_RUN, a.n_kind_slices);
+        for (uint64_t i = from; i < end; i++)
+            scan_slice<E, CAST>(a, s, i);
     }
 }
 
@@ -338,7 +169,7 @@ static __device__ __forceinline__ void encode_in_place(sp_delta_shared<E> &s, co
 }
 
 template <int E, int CAST>
-__global__ void __launch_bounds__(SP_DELTA_ENCODE_THREADS)
+__global__ void __launch_bounds__(SP_DELTA_ENCODE_THREADS, SP_DELTA_ENCODE_CTAS)
     sp_delta_again_kernel(const __grid_constant__ sp_delta_encode_job a)
 {
     sp_delta_shared<E> &s = *(sp_delta_shared<E> *)sp_block_shared();
@@ -365,7 +196,7 @@ struct sp_delta_kind {
 };
 template <int E, int CAST = 0> static constexpr sp_delta_kind kind_for()
 {
-    return {sp_delta_scan_kernel<E, CAST>, sp_delta_again_kernel<E, CAST>, sizeof(sp_delta_shared<E>)};
+    return {sp_delta_scan_kernel<E, CAST>, sp_delta_again_kernel<E, CAST>, sizeof(sp_delta_scan_shared<E>)};
 }
 static const sp_delta_kind kinds[] = {kind_for<1>(),
                                       kind_for<2>(),
