@@ -14,6 +14,8 @@ class Recipe:
     Attributes:
         mode: "dense" (AdamW of the averaged gradient), "gradient" (error feedback on raw gradients, then AdamW) or
             "update" (a local AdamW per worker, error feedback on its update, the unsent part stays applied).
+        optimizer: "adamw", or, with the modes "dense" and "gradient", "sgd": momentum `beta1`, the averaged gradient
+            clipped to the norm `clip`. "gradient" is then `PrunedGradients` with its momentum and clip_norm.
         density: fraction of the entries of each matrix that a worker sends in an exchange.
         warmup: steps in which the density falls geometrically from 1 to `density`.
         every: local steps between two exchanges.
@@ -39,6 +41,8 @@ class Recipe:
     """
 
     mode: str = "update"
+    optimizer: str = "adamw"
+    clip: float = 1.0
     density: float = 1.0
     sum_density: float = 0.0
     sum_decay: float = 1.0
@@ -65,12 +69,15 @@ class Recipe:
     def __post_init__(self) -> None:
         for name, value, known in (
             ("mode", self.mode, ("dense", "gradient", "update")),
+            ("optimizer", self.optimizer, ("adamw", "sgd")),
             ("select", self.select, ("top", "chunk", "rotate")),
             ("wire", self.wire, ("float32", "bfloat16", "2bit", "1bit")),
             ("magnitude", self.magnitude, ("mean", "rms")),
         ):
             if value not in known:
                 raise ValueError(f"recipe: {name} is {value!r}, wanted one of {', '.join(known)}")
+        if self.optimizer == "sgd" and self.mode == "update":
+            raise ValueError('recipe: optimizer=sgd with mode=update, wanted mode=dense or mode=gradient')
         if self.wire == "2bit" and self.select != "chunk":
             raise ValueError(f"recipe: wire=2bit with select={self.select}, wanted select=chunk")
         if self.wire == "2bit" and (self.warmup or self.density >= 1):

@@ -65,6 +65,13 @@ def global_step(state: dict[str, Tensor], mean: Tensor, s: dict[str, Tensor]) ->
     weights.mul_(1 - s["lr"] * (s["decay"] + s["global_decay"])).sub_(step * s["lr"])
 
 
+def add_clipped(m: Tensor, grads: Tensor, most: Tensor, s: dict[str, Tensor]) -> None:
+    """Advance SGD's velocities m [N, n] by the rows of `grads`, each clipped to the norm `most`."""
+    g = grads.float()
+    norm = g.square().sum(1, keepdim=True).sqrt()
+    m.mul_(s["beta1"]).add_(g * (most / (norm + 1e-6)).clamp(max=1))
+
+
 def reaches(unsent: Tensor, v: Tensor, limit: Tensor, power: int) -> Tensor:
     """Which entries have |e| v^(power/4) >= limit [N, n / TILE, 1]. [N, n] bool."""
     score = unsent.abs() if power == 0 else unsent.abs() * v.pow(power / 4)
@@ -158,7 +165,7 @@ class Simulation:
         self.device = text.device
         self.layout = Layout(size)
         n = self.layout.n_elems
-        own = recipe.mode == "update"
+        own = recipe.mode == "update" or (recipe.mode == "gradient" and recipe.optimizer == "sgd")
         rows = self.workers if own else 1
 
         def zeros(*shape: int) -> Tensor:
@@ -230,6 +237,7 @@ class Simulation:
         self.tables["offset"] = torch.randint(0, 1 << 30, (steps,), generator=generator).to(self.device)
         constants = {
             "beta1": r.beta1,
+            "clip": r.clip,
             "beta2": r.beta2,
             "workers": float(self.workers),
             "decay": r.weight_decay if r.decay_in_change else 0.0,
@@ -267,6 +275,7 @@ class Simulation:
         self.reaches, self.take_listed = made(reaches), made(take_listed)
         self.take_signs, self.take_sums = made(take_signs), made(take_sums)
         self.average, self.write_copies = made(average), made(write_copies)
+        self.add_clipped = made(add_clipped)
 
     # ---- one step ----
 
@@ -378,7 +387,9 @@ class Simulation:
         s = self.scalars()
         self.compute_gradients()
         recipe, state = self.recipe, self.state
-        if recipe.mode == "dense":
+        if recipe.optimizer == "sgd":
+            state["weights"].sub_(self.sgd_change(s) * s["lr"])
+        elif recipe.mode == "dense":
             self.global_step(state, self.average(self.grads), s)
         elif recipe.mode == "gradient":
             state["unsent"].add_(self.grads)
@@ -396,6 +407,19 @@ class Simulation:
                 state["weights"].mul_(1 - s["lr"] * s["global_decay"])
         self.refresh()
         self.now.add_(1)
+
+    def sgd_change(self, s: dict[str, Tensor]) -> Tensor:
+        """What SGD's weights change by, over the learning rate, [n]."""
+        state, n = self.state, self.workers
+        if self.recipe.mode == "dense":
+            self.add_clipped(state["m"], self.average(self.grads), s["clip"], s)
+            return state["m"][0]
+        self.add_clipped(state["m"], self.grads, s["clip"] * n**0.5, s)
+        state["unsent"].add_(state["m"])
+        mean = self.exchange(s["density"])[0]
+        kept = (state["unsent"] != 0).unflatten(-1, (-1, TILE)) | self.vector_tiles[None, :, None]
+        state["m"].mul_(kept.flatten(-2))  # an entry that was sent loses its velocity; vectors are always sent
+        return mean
 
     def _capture(self, exchanges: bool) -> None:
         """Record the step as a CUDA graph. State is put back to what it was before."""
