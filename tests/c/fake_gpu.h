@@ -425,6 +425,18 @@ static spccl_status fake_decode(const sp_gpu_decode_args *a, void *stream)
     *a->status = a->slice_elems;
     return SPCCL_OK;
 }
+/* As if no frame had a fault, and nothing changed. */
+static spccl_status fake_delta_open(const struct sp_gpu_delta_args *a, void *stream)
+{
+    (void)a;
+    (void)stream;
+    return SPCCL_OK;
+}
+static spccl_status fake_delta_run(const struct sp_gpu_delta_args *a, int what, void *stream)
+{
+    (void)what;
+    return fake_delta_open(a, stream);
+}
 
 extern const sp_gpu_ops sp_gpu_ops_fake;
 const sp_gpu_ops sp_gpu_ops_fake = {
@@ -465,6 +477,8 @@ const sp_gpu_ops sp_gpu_ops_fake = {
     .encode_scratch_bytes = fake_scratch_bytes,
     .encode = fake_encode,
     .decode = fake_decode,
+    .delta_open = fake_delta_open,
+    .delta_run = fake_delta_run,
 };
 
 #endif

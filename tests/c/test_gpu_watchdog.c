@@ -1,5 +1,6 @@
 /* test_gpu_watchdog.c - a thread that asks for a group's error gets it at once, on fake GPUs: the report of a
- * kernel, also while another thread polls the peers; an abort, also while the driver is busy. */
+ * kernel, also while another thread polls the peers; an abort, also while the driver is busy. And deltas, which have no
+ * group, wait no longer than the timeout for a stream. */
 #include "fake_gpu.h"
 
 #include "core/gpu/gpu_comm.h"
@@ -70,9 +71,27 @@ static void test_asked(void)
     run_ranks(1, NULL, asked, NULL, ctx);
 }
 
+static void test_deltas(void)
+{
+    spccl_delta_target t = {fake_memory[0], 48, 1, 0, NULL, 0, 0, SPCCL_UINT8, 0};
+    spccl_cuda_delta_plan *plan = NULL, *other = NULL;
+    memset(streams, 0, sizeof streams);
+    setenv("SPCCL_TIMEOUT_MS", "50", 1);
+    CHECK_OK(spccl_cuda_delta_plan_create(&t, 1, &streams[0], &plan, NULL));
+    CHECK_OK(spccl_cuda_delta_check(plan, NULL, 0, NULL, &streams[0]));
+    streams[0].n_launched = 1; /* and never done */
+    CHECK_FAILS(spccl_cuda_delta_plan_create(&t, 1, &streams[0], &other, NULL), SPCCL_ERR_TIMEOUT,
+                "cuda_delta_plan_create: GPU 0: the stream still had work after 50 ms");
+    CHECK_FAILS(spccl_cuda_delta_check(plan, NULL, 0, NULL, &streams[0]), SPCCL_ERR_TIMEOUT, "after 50 ms");
+    CHECK_FAILS(spccl_cuda_delta_apply(plan, &streams[0]), SPCCL_ERR_STATE, "has not accepted");
+    unsetenv("SPCCL_TIMEOUT_MS");
+    spccl_cuda_delta_plan_destroy(plan);
+    fake_free_lost(); /* of `other` */
+}
+
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
-        {"reported", test_reported}, {"asked", test_asked}, {NULL, NULL}};
+        {"reported", test_reported}, {"asked", test_asked}, {"deltas", test_deltas}, {NULL, NULL}};
     return test_main(cases, argc, argv);
 }
