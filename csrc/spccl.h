@@ -504,7 +504,7 @@ SPCCL_API spccl_status spccl_cuda_decode(const void *frames, size_t frames_bytes
                                          uint32_t slice_elems, uint32_t *status, void *stream);
 
 /* spccl_delta_encode on the current GPU, on `stream`: the same bytes and results, also after a failure. It waits until they
- * are there, so it cannot be captured. x, base and dst are memory of that GPU, arrays aligned to their elements, dst to 16
+ * are there, so it cannot be captured. x, base and dst are memory of that GPU, arrays aligned to their elements, dst to 8
  * bytes; sources, options, frames and out_bytes are in host memory. x and base are read once, where dst_cap is at least
  * twice what is written and few elements change; else twice. dst [out_bytes, dst_cap) holds any values afterwards. The
  * base is not written: a publisher calls spccl_cuda_delta_apply with the frames, once they have been sent.

@@ -130,7 +130,8 @@ static void compare(const struct wanted *w, size_t cap, spccl_status want_st)
 {
     spccl_delta_options o = {sizeof o, w->raw};
     spccl_delta_frame found[N_MOST];
-    uint8_t *dst_d = device_alloc(cap + GUARD_BYTES), *got = malloc(cap + GUARD_BYTES);
+    uint8_t *block = device_alloc(cap + GUARD_BYTES + 8), *dst_d = block + 8,
+            *got = malloc(cap + GUARD_BYTES);
     size_t bytes = 0;
     spccl_status st;
     CUDA_OK(cudaMemsetAsync(dst_d, POISON, cap + GUARD_BYTES, on));
@@ -143,7 +144,7 @@ static void compare(const struct wanted *w, size_t cap, spccl_status want_st)
         CHECK(got[i] == POISON, "%s: byte %zu past dst_cap %zu was written", w->what, i - cap, cap);
     if (st == SPCCL_OK && want_st == SPCCL_OK)
         compare_results(w, found, got, bytes);
-    CUDA_OK(cudaFree(dst_d));
+    CUDA_OK(cudaFree(block));
     free(got);
 }
 
@@ -255,7 +256,7 @@ static void test_refusals(void)
     CHECK_FAILS(ENCODE(device[0], &o, dst), SPCCL_ERR_ARG, "raw 2");
     CHECK_FAILS(ENCODE(host[0], NULL, dst), SPCCL_ERR_ARG, "sources[0].x");
     CHECK_FAILS(ENCODE(device[0], NULL, arrays[0].x), SPCCL_ERR_ARG, "dst");
-    CHECK_FAILS(ENCODE(device[0], NULL, dst + 8), SPCCL_ERR_ARG, "aligned to 16");
+    CHECK_FAILS(ENCODE(device[0], NULL, dst + 4), SPCCL_ERR_ARG, "aligned to 8");
     CHECK_FAILS(ENCODE(device[0], NULL, (uint8_t *)(uintptr_t)device[0].x), SPCCL_ERR_ALIAS, "overlap");
     device[0].base = (const uint8_t *)device[0].base + 1;
     CHECK_FAILS(ENCODE(device[0], NULL, dst), SPCCL_ERR_ARG, "sources[0].base");

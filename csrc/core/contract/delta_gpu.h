@@ -76,7 +76,7 @@ typedef struct sp_gpu_delta_encode_args {
     const spccl_delta_source *sources; /* [n_sources], in host memory, checked; at least one */
     size_t n_sources;
     bool raw;
-    uint8_t *dst; /* aligned to 16 bytes */
+    uint8_t *dst; /* aligned to 8 bytes */
     uint64_t dst_cap;
     spccl_delta_frame *frames; /* [n_sources], in host memory; written on success */
     size_t *out_bytes;

@@ -45,7 +45,7 @@ spccl_status spccl_cuda_delta_encode(const spccl_delta_source *sources, size_t n
         return SP_FAIL(SPCCL_ERR_ARG, "%s: %zu sources, wanted fewer than 2^32", call, n_sources);
     SP_TRY(ops->current_device(&device));
     if (n_sources != 0)
-        SP_TRY(sp_gpu_check_memory(call, "dst", dst, 16, device, "wanted memory of"));
+        SP_TRY(sp_gpu_check_memory(call, "dst", dst, 8, device, "wanted memory of"));
     for (size_t i = 0; i < n_sources; i++)
         SP_TRY(check_source(&sources[i], i, dst, dst_cap, device));
     SP_TRY(ops->capture_id(stream, &capture));

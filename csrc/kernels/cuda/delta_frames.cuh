@@ -48,7 +48,7 @@ struct sp_delta_encode_job {
     sp_delta_encode_totals *totals;
     spccl_delta_frame *frames; // [n_rows]
     uint64_t n_slices, dst_cap;
-    uint8_t *dst; // aligned to 16 bytes
+    uint8_t *dst; // aligned to 8 bytes
     uint32_t n_rows, raw;
 };
 
