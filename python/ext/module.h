@@ -91,6 +91,12 @@ PyObject *ext_delta_check(PyObject *module, PyObject *args);
 PyObject *ext_delta_apply(PyObject *module, PyObject *args);
 PyObject *ext_delta_undo(PyObject *module, PyObject *args);
 PyObject *ext_delta_checksum(PyObject *module, PyObject *args);
+PyObject *ext_delta_plan(PyObject *module, PyObject *args);
+PyObject *ext_delta_plan_destroy(PyObject *module, PyObject *args);
+PyObject *ext_delta_plan_check(PyObject *module, PyObject *args);
+PyObject *ext_delta_plan_apply(PyObject *module, PyObject *args);
+PyObject *ext_delta_plan_undo(PyObject *module, PyObject *args);
+PyObject *ext_delta_cuda_checksum(PyObject *module, PyObject *args);
 extern PyType_Spec ext_comm_spec;
 extern PyType_Spec ext_request_spec;
 

@@ -31,22 +31,23 @@ PyObject *ext_delta_bound(PyObject *module, PyObject *args)
     return bytes != 0 ? PyLong_FromSize_t(bytes) : ext_raise(PyModule_GetState(module), SPCCL_ERR_ARG);
 }
 
-/* (sources, raw, address of dst, its bytes) -> [(offset, bytes, nnz, sum_change)] */
+/* (sources, raw, address of dst, its bytes, on_gpu, stream) -> [(offset, bytes, nnz, sum_change)] */
 PyObject *ext_delta_encode(PyObject *module, PyObject *args)
 {
     ext_state *state = PyModule_GetState(module);
     spccl_delta_options options = SPCCL_DELTA_OPTIONS_INIT;
     spccl_delta_source *sources;
     spccl_delta_frame *frames;
-    unsigned long long dst, dst_cap;
+    unsigned long long dst, dst_cap, stream;
     PyObject *result = NULL;
     const char *data;
     Py_ssize_t bytes, n;
     size_t out_bytes;
     spccl_status st;
-    int raw;
+    int raw, on_gpu;
 
-    if (!PyArg_ParseTuple(args, "y#pKK:delta_encode", &data, &bytes, &raw, &dst, &dst_cap))
+    if (!PyArg_ParseTuple(args, "y#pKKpK:delta_encode", &data, &bytes, &raw, &dst, &dst_cap, &on_gpu,
+                          &stream))
         return NULL;
     n = bytes / (Py_ssize_t)sizeof *sources;
     options.raw = (uint64_t)raw;
@@ -59,8 +60,10 @@ PyObject *ext_delta_encode(PyObject *module, PyObject *args)
         return ext_raise_text(state, SPCCL_ERR_NOMEM, "delta_encode: %zd frames", n);
     }
     Py_BEGIN_ALLOW_THREADS
-    st = spccl_delta_encode(sources, (size_t)n, &options, (void *)(uintptr_t)dst, (size_t)dst_cap, frames,
-                            &out_bytes);
+    st = on_gpu ? spccl_cuda_delta_encode(sources, (size_t)n, &options, (void *)(uintptr_t)dst,
+                                          (size_t)dst_cap, frames, &out_bytes, (void *)(uintptr_t)stream)
+                : spccl_delta_encode(sources, (size_t)n, &options, (void *)(uintptr_t)dst, (size_t)dst_cap,
+                                     frames, &out_bytes);
     Py_END_ALLOW_THREADS
     if (st != SPCCL_OK)
         (void)ext_raise(state, st);
@@ -115,6 +118,18 @@ static int get_targets(ext_state *state, const char *targets, Py_ssize_t target_
     return 0;
 }
 
+/* A list of n sums, or NULL with an exception: that of st if it is not OK. */
+static PyObject *list_of_sums(ext_state *state, spccl_status st, const uint64_t *sums, size_t n)
+{
+    PyObject *result = st == SPCCL_OK ? PyList_New((Py_ssize_t)n) : ext_raise(state, st);
+    for (size_t i = 0; result != NULL && i < n; i++) {
+        PyObject *sum = PyLong_FromUnsignedLongLong(sums[i]);
+        if (sum == NULL || PyList_SetItem(result, (Py_ssize_t)i, sum) < 0)
+            Py_CLEAR(result);
+    }
+    return result;
+}
+
 /* (targets, places, address of old or 0, its bytes) -> [sum change] */
 PyObject *ext_delta_check(PyObject *module, PyObject *args)
 {
@@ -140,15 +155,7 @@ PyObject *ext_delta_check(PyObject *module, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     st = spccl_delta_check(t.targets, t.n, (void *)(uintptr_t)old, (size_t)old_cap, sums, NULL);
     Py_END_ALLOW_THREADS
-    if (st != SPCCL_OK)
-        (void)ext_raise(state, st);
-    else
-        result = PyList_New((Py_ssize_t)t.n);
-    for (size_t i = 0; result != NULL && i < t.n; i++) {
-        PyObject *sum = PyLong_FromUnsignedLongLong(sums[i]);
-        if (sum == NULL || PyList_SetItem(result, (Py_ssize_t)i, sum) < 0)
-            Py_CLEAR(result);
-    }
+    result = list_of_sums(state, st, sums, t.n);
 done:
     free(sums);
     free_targets(&t);
@@ -208,4 +215,117 @@ PyObject *ext_delta_checksum(PyObject *module, PyObject *args)
     if (st != SPCCL_OK)
         return ext_raise(PyModule_GetState(module), st);
     return PyLong_FromUnsignedLongLong(sum);
+}
+
+/* ---- on a GPU ---- */
+
+/* (targets, places, stream) -> (address of the plan, bytes that old needs) */
+PyObject *ext_delta_plan(PyObject *module, PyObject *args)
+{
+    ext_state *state = PyModule_GetState(module);
+    struct targets t = {NULL, NULL, 0};
+    spccl_cuda_delta_plan *plan = NULL;
+    unsigned long long stream;
+    PyObject *result = NULL;
+    const char *targets, *places;
+    Py_ssize_t target_bytes, place_bytes;
+    size_t old_bytes = 0;
+    spccl_status st;
+
+    if (!PyArg_ParseTuple(args, "y#y#K:delta_plan", &targets, &target_bytes, &places, &place_bytes, &stream))
+        return NULL;
+    if (get_targets(state, targets, target_bytes, places, place_bytes, &t) == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        st = spccl_cuda_delta_plan_create(t.targets, t.n, (void *)(uintptr_t)stream, &plan, &old_bytes);
+        Py_END_ALLOW_THREADS
+        result = st == SPCCL_OK ? Py_BuildValue("(KK)", (unsigned long long)(uintptr_t)plan,
+                                                (unsigned long long)old_bytes)
+                                : ext_raise(state, st);
+    }
+    free_targets(&t);
+    return result;
+}
+
+/* (plan): free it. */
+PyObject *ext_delta_plan_destroy(PyObject *module, PyObject *args)
+{
+    unsigned long long plan;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "K:delta_plan_destroy", &plan))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    spccl_cuda_delta_plan_destroy((spccl_cuda_delta_plan *)(uintptr_t)plan);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* (plan, number of its targets, address of old or 0, its bytes, stream) -> [sum change] */
+PyObject *ext_delta_plan_check(PyObject *module, PyObject *args)
+{
+    ext_state *state = PyModule_GetState(module);
+    unsigned long long plan, old, old_cap, stream;
+    PyObject *result;
+    uint64_t *sums;
+    Py_ssize_t n;
+    spccl_status st;
+
+    if (!PyArg_ParseTuple(args, "KnKKK:delta_plan_check", &plan, &n, &old, &old_cap, &stream))
+        return NULL;
+    sums = calloc((size_t)n + 1, sizeof *sums);
+    if (sums == NULL)
+        return ext_raise_text(state, SPCCL_ERR_NOMEM, "delta_check: %zd sums", n);
+    Py_BEGIN_ALLOW_THREADS
+    st = spccl_cuda_delta_check((spccl_cuda_delta_plan *)(uintptr_t)plan, (void *)(uintptr_t)old,
+                                (size_t)old_cap, sums, (void *)(uintptr_t)stream);
+    Py_END_ALLOW_THREADS
+    result = list_of_sums(state, st, sums, (size_t)n);
+    free(sums);
+    return result;
+}
+
+/* (plan, stream): queue the new values. */
+PyObject *ext_delta_plan_apply(PyObject *module, PyObject *args)
+{
+    unsigned long long plan, stream;
+    spccl_status st;
+
+    if (!PyArg_ParseTuple(args, "KK:delta_plan_apply", &plan, &stream))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    st = spccl_cuda_delta_apply((spccl_cuda_delta_plan *)(uintptr_t)plan, (void *)(uintptr_t)stream);
+    Py_END_ALLOW_THREADS
+    return ext_none_or_raise(PyModule_GetState(module), st);
+}
+
+/* (plan, address of old, its bytes, stream): queue the old values. */
+PyObject *ext_delta_plan_undo(PyObject *module, PyObject *args)
+{
+    unsigned long long plan, old, old_bytes, stream;
+    spccl_status st;
+
+    if (!PyArg_ParseTuple(args, "KKKK:delta_plan_undo", &plan, &old, &old_bytes, &stream))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    st = spccl_cuda_delta_undo((spccl_cuda_delta_plan *)(uintptr_t)plan, (const void *)(uintptr_t)old,
+                               (size_t)old_bytes, (void *)(uintptr_t)stream);
+    Py_END_ALLOW_THREADS
+    return ext_none_or_raise(PyModule_GetState(module), st);
+}
+
+/* (address, n_elems, dtype, first, key, address of the sum, stream): queue a checksum. */
+PyObject *ext_delta_cuda_checksum(PyObject *module, PyObject *args)
+{
+    unsigned long long x, n_elems, first, key, out, stream;
+    unsigned int dtype;
+    spccl_status st;
+
+    if (!PyArg_ParseTuple(args, "KKIKKKK:delta_cuda_checksum", &x, &n_elems, &dtype, &first, &key, &out,
+                          &stream))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    st = spccl_cuda_delta_checksum((const void *)(uintptr_t)x, n_elems, (spccl_dtype)dtype, first, key,
+                                   (uint64_t *)(uintptr_t)out, (void *)(uintptr_t)stream);
+    Py_END_ALLOW_THREADS
+    return ext_none_or_raise(PyModule_GetState(module), st);
 }

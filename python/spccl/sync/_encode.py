@@ -117,7 +117,8 @@ def rounded(x: torch.Tensor, dtype: torch.dtype, copy: bool = False) -> torch.Te
     y = x.to(dtype, copy=copy).contiguous()
     if dtype == x.dtype or not bool(torch.isnan(y).any()):
         return y
-    target, buffer = flat(y), torch.empty(delta.bound(y.numel(), dtype), dtype=torch.uint8)
+    target = flat(y)
+    buffer = torch.empty(delta.bound(y.numel(), dtype), dtype=torch.uint8, device=y.device)
     (frame,) = delta.encode([delta.Source(flat(x.contiguous()), target)], 0, buffer, raw=True)
     found = buffer[frame.offset : frame.offset + frame.bytes]
     delta.apply([delta.Target(found, y.numel(), dtype, [delta.Place.whole(target)])])

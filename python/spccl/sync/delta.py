@@ -1,14 +1,17 @@
 """Deltas of lists of tensors: find what changed, encode, check, apply, undo, and checksums.
 
 A thin face of the functions spccl_delta_* of spccl.h, which says more; docs/FORMAT.md, section 11, has the bytes. Each
-function takes a whole list, because a model has thousands of tensors. Tensors are on the CPU. Errors are those of
-`spccl.errors`; their text names the entry, such as "sources[3]".
+function takes a whole list, because a model has thousands of tensors. All tensors of a call are on the CPU, or all on
+one GPU. There `encode`, `check` and `checksum` wait for the current stream; `apply` and `undo` are queued on it. Errors
+are those of `spccl.errors`; their text names the entry, such as "sources[3]".
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -123,30 +126,47 @@ def _number(dtype: torch.dtype, what: str) -> int:
     raise _error(ArgumentError, Status.DTYPE, f"{what}: got {dtype}; wanted a dtype of spccl")
 
 
-def _on_cpu(tensor: torch.Tensor, what: str) -> None:
-    if tensor.device.type != "cpu":
-        raise _error(UnsupportedError, Status.UNSUPPORTED, f"{what}: on {tensor.device}; wanted a CPU tensor")
+def _dense(tensor: torch.Tensor, what: str, device: torch.device | None) -> torch.device:
+    """Returns the tensor's device, which must be `device` if that is not None."""
+    if tensor.device.type not in ("cpu", "cuda"):
+        text = f"{what}: on {tensor.device}; wanted a tensor on a CPU or a CUDA GPU"
+        raise _error(UnsupportedError, Status.UNSUPPORTED, text)
+    if device is not None and tensor.device != device:
+        raise _bad(f"{what}: on {tensor.device}; wanted {device}, as the tensors before")
     if tensor.layout != torch.strided:
         raise _bad(f"{what}: layout {tensor.layout}; wanted a dense tensor")
+    return tensor.device
 
 
-def _flat(tensor: torch.Tensor, what: str) -> None:
-    _on_cpu(tensor, what)
+def _flat(tensor: torch.Tensor, what: str, device: torch.device | None = None) -> torch.device:
+    device = _dense(tensor, what, device)
     if not tensor.is_contiguous():
         raise _bad(f"{what}: strides {tuple(tensor.stride())}; wanted a contiguous tensor")
+    return device
 
 
-def _bytes(tensor: torch.Tensor, what: str) -> None:
-    _flat(tensor, what)
+def _bytes(tensor: torch.Tensor, what: str, device: torch.device | None = None) -> torch.device:
+    device = _flat(tensor, what, device)
     if tensor.dtype != torch.uint8:
         raise _bad(f"{what}: got {tensor.dtype}; wanted uint8")
+    return device
 
 
-def _pack_sources(sources: Sequence[Source], key: int) -> bytes:
+@contextlib.contextmanager
+def _stream_of(device: torch.device) -> Iterator[int]:
+    """Makes a GPU the current one. Its current stream; 0 of a CPU."""
+    if device.type == "cpu":
+        yield 0
+        return
+    with torch.cuda.device(device):
+        yield torch.cuda.current_stream(device).cuda_stream
+
+
+def _pack_sources(sources: Sequence[Source], key: int, device: torch.device) -> bytes:
     packed = bytearray()
     for i, s in enumerate(sources):
-        _flat(s.x, f"encode: sources[{i}].x")
-        _flat(s.base, f"encode: sources[{i}].base")
+        _flat(s.x, f"encode: sources[{i}].x", device)
+        _flat(s.base, f"encode: sources[{i}].base", device)
         if s.x.numel() != s.base.numel():
             raise _bad(f"encode: sources[{i}]: x has {s.x.numel()} elements, base has {s.base.numel()}")
         x_dtype = _number(s.x.dtype, f"encode: sources[{i}].x")
@@ -159,9 +179,9 @@ def _pack_sources(sources: Sequence[Source], key: int) -> bytes:
     return bytes(packed)
 
 
-def _pack_place(p: Place, dtype: torch.dtype, what: str) -> bytes:
+def _pack_place(p: Place, dtype: torch.dtype, what: str, device: torch.device) -> bytes:
     """Memory outside of dst's storage is refused."""
-    _on_cpu(p.dst, f"{what}.dst")
+    _dense(p.dst, f"{what}.dst", device)
     numbers = (p.row_elems, p.row_first, p.n_rows, p.col_first, p.n_cols, p.dst_row_elems)
     if min(numbers) < 0 or max(numbers) > 2**62:
         raise _bad(f"{what}: got {numbers}; wanted numbers from 0 on")
@@ -176,7 +196,8 @@ def _pack_place(p: Place, dtype: torch.dtype, what: str) -> bytes:
 
 class Packed:
     """A list of targets, packed once for `check`, `apply` and `undo`: packing thousands takes longer than writing few
-    elements to each. Their memory must stay where it is.
+    elements to each. Their memory must stay where it is. On a GPU the first of these calls makes a plan in GPU memory;
+    frames must not change afterwards.
 
     Args: key: of `check`.
     Raises: ArgumentError, UnsupportedError, as the calls for the list itself.
@@ -184,31 +205,63 @@ class Packed:
 
     def __init__(self, targets: Sequence[Target], key: int):
         self.targets, self.key = tuple(targets), key
-        self.packed = _pack_targets("pack", self.targets, key)
+        self.packed, self.device = _pack_targets("pack", self.targets, key)
         self.old_bytes = old_bytes(self.targets)
+        self.is_checked = False
+        self._plan = 0
+
+    def plan(self, stream: int) -> int:
+        """The address of the plan. Raises: as `check`."""
+        if not self._plan:
+            self._plan, self.old_bytes = _ext.delta_plan(*self.packed, stream)
+            weakref.finalize(self, _destroy_plan, self._plan, self.device).atexit = False
+        return self._plan
 
 
-def _pack_targets(call: str, targets: Sequence[Target] | Packed, key: int | None = None) -> tuple[bytes, bytes]:
-    """Targets and places; a target's pointer to places is 0, and the extension fills it in."""
+def _destroy_plan(plan: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)  # kernels may use it
+        _ext.delta_plan_destroy(plan)
+
+
+def _device_of(targets: Sequence[Target] | Packed) -> torch.device:
+    """That of the first tensor of the list; a CPU if there is none."""
     if isinstance(targets, Packed):
-        if key not in (None, targets.key):
-            raise _bad(f"{call}: key {key}; wanted {targets.key}, which the targets were packed with")
-        return targets.packed
+        return targets.device
+    return targets[0].frame.device if targets else torch.device("cpu")
+
+
+def _packed(call: str, targets: Sequence[Target] | Packed, key: int | None = None) -> Packed:
+    """The targets with the plan that a GPU needs."""
+    if not isinstance(targets, Packed):
+        return Packed(targets, key or 0)
+    if key not in (None, targets.key):
+        raise _bad(f"{call}: key {key}; wanted {targets.key}, which the targets were packed with")
+    return targets
+
+
+def _pack_targets(
+    call: str, targets: Sequence[Target] | Packed, key: int | None = None
+) -> tuple[tuple[bytes, bytes], torch.device]:
+    """Targets and places, and their device. A target's pointer to places is 0, and the extension fills it in."""
+    if isinstance(targets, Packed):
+        return _packed(call, targets, key).packed, targets.device
+    device = _device_of(targets)
     key = key or 0
     packed, places = bytearray(), bytearray()
     for i, t in enumerate(targets):
         what = f"{call}: targets[{i}]"
-        _bytes(t.frame, f"{what}.frame")
+        _bytes(t.frame, f"{what}.frame", device)
         number = _number(t.dtype, what)
         for p, place in enumerate(t.places):
-            places += _pack_place(place, t.dtype, f"{what}.places[{p}]")
+            places += _pack_place(place, t.dtype, f"{what}.places[{p}]", device)
         if not 0 <= t.n_elems <= _MASK:
             raise _bad(f"{what}: n_elems {t.n_elems}")
         packed += _TARGET.pack(
             *(t.frame.data_ptr(), t.frame.numel(), t.n_elems, t.first & _MASK, 0, len(t.places), key & _MASK),
             *(number, 0),
         )
-    return bytes(packed), bytes(places)
+    return (bytes(packed), bytes(places)), device
 
 
 def bound(n_elems: int, dtype: torch.dtype) -> int:
@@ -221,13 +274,16 @@ def encode(sources: Sequence[Source], key: int, out: torch.Tensor, raw: bool = F
 
     Args:
         key: any number; of the checksums.
-        out: [n] uint8; the sum of `bound` of all sources suffices.
+        out: [n] uint8; the sum of `bound` of all sources suffices. On a GPU it starts at a multiple of 8 bytes, and
+            where few elements changed, twice what is written saves a second reading.
         raw: True: all values as they are. False: as differences to the base where that is smaller; such a frame is
             applied once, to exactly that base.
     Raises: ArgumentError, OutOfMemoryError, UnsupportedError (a frame above 16 GiB).
     """
-    _bytes(out, "encode: out")
-    rows = _ext.delta_encode(_pack_sources(sources, key), raw, out.data_ptr(), out.numel())
+    device = _bytes(out, "encode: out")
+    packed = _pack_sources(sources, key, device)
+    with _stream_of(device) as stream:
+        rows = _ext.delta_encode(packed, raw, out.data_ptr(), out.numel(), device.type != "cpu", stream)
     return [Frame(*row) for row in rows]
 
 
@@ -236,8 +292,11 @@ def old_bytes(targets: Sequence[Target] | Packed) -> int:
     if isinstance(targets, Packed):
         return targets.old_bytes
     total = 0
-    for t in targets:
-        nnz = int.from_bytes(t.frame[16:24].tolist(), "little") if t.frame.numel() >= 24 else 0
+    heads = [t.frame[16:24] for t in targets]
+    if heads and heads[0].device.type != "cpu":  # one copy for all
+        heads = list(torch.cat(heads).cpu().split([head.numel() for head in heads]))
+    for t, head in zip(targets, heads, strict=True):
+        nnz = int.from_bytes(head.tolist(), "little") if head.numel() == 8 else 0
         total += (min(nnz, t.n_elems) * t.dtype.itemsize + 7) // 8 * 8
     return total
 
@@ -252,10 +311,26 @@ def check(targets: Sequence[Target] | Packed, key: int, old: torch.Tensor | None
     Raises: FormatError (a bad frame; one of another dtype or length; places of one element with different bits),
         ArgumentError, OutOfMemoryError.
     """
+    device = _device_of(targets)
     if old is not None:
-        _bytes(old, "check: old")
-    packed, places = _pack_targets("check", targets, key)
-    return _ext.delta_check(packed, places, 0 if old is None else old.data_ptr(), 0 if old is None else old.numel())
+        _bytes(old, "check: old", device)
+    where = (0, 0) if old is None else (old.data_ptr(), old.numel())
+    if device.type == "cpu":
+        packed, _ = _pack_targets("check", targets, key)
+        return _ext.delta_check(*packed, *where)
+    planned = _packed("check", targets, key)
+    with _stream_of(device) as stream:
+        changes = _ext.delta_plan_check(planned.plan(stream), len(planned.targets), *where, stream)
+    planned.is_checked = True
+    return changes
+
+
+def _checked(call: str, targets: Sequence[Target] | Packed) -> Packed:
+    """On a GPU `check` must have accepted what is written: targets that it has accepted, maybe just now."""
+    planned = _packed(call, targets)
+    if not planned.is_checked:
+        check(planned, planned.key)
+    return planned
 
 
 def apply(targets: Sequence[Target] | Packed) -> None:
@@ -263,19 +338,41 @@ def apply(targets: Sequence[Target] | Packed) -> None:
 
     Raises: as `check`; then part of the places may have been written, and `undo` restores them.
     """
-    _ext.delta_apply(*_pack_targets("apply", targets))
+    device = _device_of(targets)
+    if device.type == "cpu":
+        packed, _ = _pack_targets("apply", targets)
+        _ext.delta_apply(*packed)
+        return
+    planned = _checked("apply", targets)
+    with _stream_of(device) as stream:
+        _ext.delta_plan_apply(planned.plan(stream), stream)
 
 
 def undo(targets: Sequence[Target] | Packed, old: torch.Tensor) -> None:
     """Put back what `check` stored in `old`, whether all, some or none of the targets had been applied."""
-    _bytes(old, "undo: old")
+    device = _device_of(targets)
+    _bytes(old, "undo: old", device)
     n_bytes = old_bytes(targets)
     if old.numel() < n_bytes:
         raise _bad(f"undo: old has {old.numel()} bytes; wanted {n_bytes}, as check wrote")
-    _ext.delta_undo(*_pack_targets("undo", targets), old.data_ptr(), n_bytes)
+    if device.type == "cpu":
+        packed, _ = _pack_targets("undo", targets)
+        _ext.delta_undo(*packed, old.data_ptr(), n_bytes)
+        return
+    planned = _checked("undo", targets)
+    with _stream_of(device) as stream:
+        _ext.delta_plan_undo(planned.plan(stream), old.data_ptr(), n_bytes, stream)
 
 
 def checksum(x: torch.Tensor, key: int, first: int = 0) -> int:
     """Checksum of a contiguous tensor, or of its part from element `first` on. Checksums of parts add up mod 2^64."""
-    _flat(x, "checksum: x")
-    return _ext.delta_checksum(x.data_ptr(), x.numel(), _number(x.dtype, "checksum: x"), first & _MASK, key & _MASK)
+    device = _flat(x, "checksum: x")
+    args = (x.data_ptr(), x.numel(), _number(x.dtype, "checksum: x"), first & _MASK, key & _MASK)
+    if device.type == "cpu":
+        return _ext.delta_checksum(*args)
+    if not x.numel():
+        return 0
+    out = torch.empty(1, dtype=torch.int64, device=device)
+    with _stream_of(device) as stream:
+        _ext.delta_cuda_checksum(*args, out.data_ptr(), stream)
+        return int(out.item()) & _MASK
