@@ -29,10 +29,10 @@ static __device__ __forceinline__ sp_delta_piece piece_of(const sp_delta_encode_
 // Room for so many bytes at the end of dst, at most the latter half of it.
 static __device__ __forceinline__ uint64_t stage(const sp_delta_encode_job &a, uint32_t bytes)
 {
-    const uint64_t most = a.dst_cap / 32 * 16, wanted = (bytes + 15u) / 16 * 16;
+    const uint64_t most = a.room / 2, wanted = (bytes + 15u) / 16 * 16;
     const uint64_t end =
         atomicAdd((unsigned long long *)&a.totals->staged, (unsigned long long)wanted) + wanted;
-    return end <= most ? a.dst_cap / 16 * 16 - end : SP_DELTA_NOT_STAGED;
+    return end <= most ? a.room - end : SP_DELTA_NOT_STAGED;
 }
 
 // Bytes from n to the next multiple of 4 become 0. One thread calls it.
@@ -214,14 +214,15 @@ static uint32_t kind_of(const spccl_delta_source *s)
     return e == 1 ? 0 : e == 2 ? 1 : e == 4 ? 2 : 3;
 }
 
-// One block of GPU memory. Its parts: totals and frames, which come back; the tables, which the host fills; slices.
+// One block of GPU memory: totals and frames, which come back; the tables, which the host fills; slices. It lies at the end
+// of dst, as allocating and freeing it would take a part of the time, unless dst is small or frames need that end too.
 struct sp_delta_space {
     sp_delta_encode_job job;
     uint64_t kind_slices[N_KINDS];
     uint32_t kind_begin[N_KINDS + 1]; // in kind_rows
     size_t results_bytes, tables_bytes, bytes;
-    uint8_t *host; // results and tables
-    uint8_t *device;
+    uint8_t *host;               // results and tables
+    uint8_t *device, *allocated; // allocated: nullptr, or device
 };
 
 static size_t part(size_t *at, size_t bytes)
@@ -231,7 +232,7 @@ static size_t part(size_t *at, size_t bytes)
     return begin;
 }
 
-static spccl_status space_init(sp_delta_space *m, const sp_gpu_delta_encode_args *a)
+static spccl_status space_init(sp_delta_space *m, const sp_gpu_delta_encode_args *a, bool in_dst)
 {
     const size_t n = a->n_sources;
     uint64_t n_slices = 0;
@@ -252,8 +253,16 @@ static spccl_status space_init(sp_delta_space *m, const sp_gpu_delta_encode_args
     m->host = (uint8_t *)calloc(1, m->tables_bytes);
     if (m->host == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "cuda_delta_encode: %zu bytes of tables", m->tables_bytes);
-    SP_TRY_CUDA(cudaMalloc((void **)&m->device, m->bytes));
     m->job = {};
+    m->job.room = a->dst_cap / 16 * 16;
+    m->job.tables_from = UINT64_MAX;
+    if (in_dst && m->bytes <= m->job.room / 16) {
+        m->job.room = m->job.tables_from = m->job.room - m->bytes;
+        m->device = a->dst + m->job.room;
+    } else {
+        SP_TRY_CUDA(cudaMalloc((void **)&m->allocated, m->bytes));
+        m->device = m->allocated;
+    }
     m->job.totals = (sp_delta_encode_totals *)(m->device + totals);
     m->job.frames = (spccl_delta_frame *)(m->device + frames);
     m->job.rows = (sp_delta_encode_row *)(m->device + rows);
@@ -273,7 +282,7 @@ static spccl_status space_init(sp_delta_space *m, const sp_gpu_delta_encode_args
 static void space_fini(sp_delta_space *m)
 {
     free(m->host);
-    if (m->device != NULL && cudaFree(m->device) != cudaSuccess)
+    if (m->allocated != NULL && cudaFree(m->allocated) != cudaSuccess)
         (void)cudaGetLastError();
 }
 template <class T> static T *host_part(const sp_delta_space *m, const T *device)
@@ -364,9 +373,12 @@ static spccl_status launch_all(sp_delta_space *m, void *stream)
         "cudaMemcpyAsync");
 }
 
+// AGAIN: the tables must not lie in dst.
 static spccl_status read_results(const sp_delta_space *m, const sp_gpu_delta_encode_args *a)
 {
     const sp_delta_encode_totals *t = host_part(m, m->job.totals);
+    if (t->status == SP_DELTA_NO_TABLES)
+        return SPCCL_AGAIN;
     if (t->status == (uint32_t)-SPCCL_ERR_UNSUPPORTED)
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
                        "cuda_delta_encode: sources[%u]: the frame exceeds 16 GiB: split the array into parts",
@@ -382,10 +394,10 @@ static spccl_status read_results(const sp_delta_space *m, const sp_gpu_delta_enc
     return SPCCL_OK;
 }
 
-extern "C" spccl_status sp_delta_encode_cuda(const sp_gpu_delta_encode_args *a, void *stream)
+static spccl_status encode(const sp_gpu_delta_encode_args *a, bool in_dst, void *stream)
 {
     sp_delta_space m = {};
-    spccl_status st = space_init(&m, a), waited;
+    spccl_status st = space_init(&m, a, in_dst), waited;
     if (st == SPCCL_OK) {
         fill_tables(&m, a);
         st = launch_all(&m, stream);
@@ -398,4 +410,10 @@ extern "C" spccl_status sp_delta_encode_cuda(const sp_gpu_delta_encode_args *a, 
     }
     space_fini(&m);
     return st;
+}
+
+extern "C" spccl_status sp_delta_encode_cuda(const sp_gpu_delta_encode_args *a, void *stream)
+{
+    spccl_status st = encode(a, true, stream);
+    return st == SPCCL_AGAIN ? encode(a, false, stream) : st;
 }

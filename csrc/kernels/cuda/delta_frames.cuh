@@ -9,6 +9,7 @@
 #define SP_DELTA_FRAMES_THREADS 1024u
 #define SP_DELTA_PLACE_THREADS 256u
 #define SP_DELTA_NOT_STAGED UINT64_MAX
+#define SP_DELTA_NO_TABLES UINT32_MAX // a status: frames reach into the tables behind them
 
 // ---- what the kernels share, in GPU memory ----
 
@@ -48,7 +49,9 @@ struct sp_delta_encode_job {
     sp_delta_encode_totals *totals;
     spccl_delta_frame *frames; // [n_rows]
     uint64_t n_slices, dst_cap;
-    uint8_t *dst; // aligned to 8 bytes
+    uint64_t room;        // of dst, for frames and staged slices: a multiple of 16
+    uint64_t tables_from; // byte of dst at which the tables begin; UINT64_MAX: they are not in dst
+    uint8_t *dst;         // aligned to 8 bytes
     uint32_t n_rows, raw;
 };
 
@@ -147,9 +150,11 @@ static __global__ void __launch_bounds__(SP_DELTA_FRAMES_THREADS)
         __syncthreads(); // t->status
     }
     if (threadIdx.x == 0) {
-        const uint64_t staged = min(t->staged, a.dst_cap / 32 * 16);
+        const uint64_t staged = min(t->staged, a.room / 2);
         t->bytes = at;
-        t->is_moved = at <= a.dst_cap / 16 * 16 - staged ? 1 : 0;
+        t->is_moved = at + staged <= a.room ? 1 : 0;
+        if (t->status == 0 && at > a.tables_from)
+            t->status = SP_DELTA_NO_TABLES;
     }
 }
 
