@@ -184,7 +184,7 @@ note() {
     sanitize) grep -cE '^====' "$2" | sed 's/$/ runs/'; grep -E '^FAILED' "$2" | head -3 | tr '\n' ';' ;;
     pytest) grep -E '(passed|failed|skipped|error).* in ' "$2" | tail -1 | tr -d '=' ;;
     pruned) grep -E '^round .*(dense|pruned), ' "$2" | tail -2 | cut -c1-95 | tr '\n' ';' ;;
-    delta) grep -E '^(encode|apply) .* 1\.00%' "$2" | sed -E 's/ +/ /g' | tr '\n' ';' ;;
+    delta) grep -E '^(encode|base update) .* 1\.00%' "$2" | sed -E 's/ +/ /g' | tr '\n' ';' ;;
     micro) grep 'GB/s' "$2" | sed -E 's/ +[0-9.]+ us +/ /' | tr '\n' ';' ;;
     *) tail -1 "$2" ;;
     esac | tr '\n' ' ' | cut -c1-200

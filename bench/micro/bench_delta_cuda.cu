@@ -5,7 +5,8 @@
 // GB (default 14) of bfloat16 in 291 tensors with the shapes of a model of 7 billion parameters, scaled. Uniform places; a
 // changed weight takes a neighbouring value. Times are those of whole calls, on the clock of the host: median, least and most
 // of 9. Rates in GB/s (1e9 bytes): of encode what is read of x and base, each once. The last column is the rate over that of
-// the read. Before it is timed, the host applies frames to a part of the base, and compares with x bit for bit.
+// the read. Before it is timed, the host applies frames to a part of the base, and compares with x bit for bit. "base update"
+// is what follows an encode once its frames are sent: a plan of them, check and apply. All of the base is then compared with x.
 #include "bench_cuda.cuh"
 
 #include <chrono>
@@ -174,6 +175,68 @@ static void verify(const weights &w, const std::vector<spccl_delta_frame> &frame
     }
 }
 
+__global__ void compare_kernel(const uint16_t *x, const uint16_t *y, size_t n,
+                               unsigned long long *n_different)
+{
+    unsigned long long found = 0;
+    for (size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x)
+        found += x[i] != y[i] ? 1 : 0;
+    if (found != 0)
+        atomicAdd(n_different, found);
+}
+static void expect_base_is_x(const weights &w)
+{
+    unsigned long long *n_different, found = 0;
+    CHECK(cudaMalloc(&n_different, sizeof found));
+    CHECK(cudaMemset(n_different, 0, sizeof found));
+    for (size_t i = 0; i < w.n.size(); i++)
+        compare_kernel<<<1024, 256>>>(w.x + w.first[i], w.base + w.first[i], w.n[i], n_different);
+    CHECK(cudaMemcpy(&found, n_different, sizeof found, cudaMemcpyDeviceToHost));
+    CHECK(cudaFree(n_different));
+    if (found != 0) {
+        fprintf(stderr, "after the base update %llu elements differ from x\n", found);
+        exit(1);
+    }
+}
+
+// Advance the base by the frames at dst, and undo it, so that each call finds the same.
+static void measure_update(const weights &w, double density, const std::vector<spccl_delta_frame> &frames)
+{
+    std::vector<spccl_delta_target> targets;
+    std::vector<spccl_delta_place> places(frames.size());
+    spccl_cuda_delta_plan *plan = nullptr;
+    size_t old_bytes = 0;
+    void *old = nullptr;
+    std::vector<double> t;
+    for (size_t i = 0; i < frames.size(); i++) {
+        places[i] = {w.base + w.first[i], w.n[i], 0, 1, 0, w.n[i], w.n[i]};
+        targets.push_back({w.dst + frames[i].offset, frames[i].bytes, w.n[i], 0, &places[i], 1, KEY + i,
+                           SPCCL_BFLOAT16, 0});
+    }
+    for (int i = -WARM; i < CALLS; i++) {
+        CHECK(cudaDeviceSynchronize());
+        auto start = std::chrono::steady_clock::now();
+        CHECK_SPCCL(spccl_cuda_delta_plan_create(targets.data(), targets.size(), nullptr, &plan, &old_bytes));
+        if (old == nullptr)
+            CHECK(cudaMalloc(&old, old_bytes + 8));
+        CHECK_SPCCL(spccl_cuda_delta_check(plan, i == -WARM ? old : nullptr, i == -WARM ? old_bytes : 0,
+                                           nullptr, nullptr));
+        CHECK_SPCCL(spccl_cuda_delta_apply(plan, nullptr));
+        CHECK(cudaDeviceSynchronize());
+        if (i >= 0)
+            t.push_back(
+                std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count());
+        if (i == -WARM)
+            expect_base_is_x(w);
+        CHECK_SPCCL(spccl_cuda_delta_undo(plan, old, old_bytes, nullptr));
+        CHECK(cudaDeviceSynchronize());
+        spccl_cuda_delta_plan_destroy(plan);
+    }
+    CHECK(cudaFree(old));
+    std::sort(t.begin(), t.end());
+    tell("base update", density, 2.0 * double(w.n_elems), {t[CALLS / 2], t[0], t[CALLS - 1]}, 0, 0);
+}
+
 static void measure_encode(const weights &w, const char *what, double density, bool of_masters, uint64_t raw,
                            double read)
 {
@@ -193,6 +256,8 @@ static void measure_encode(const weights &w, const char *what, double density, b
     }
     tell(what, density, (of_masters ? 6.0 : 4.0) * double(n), time_calls(encode), read,
          double(bytes) / double(nnz));
+    if (!of_masters && raw == 0)
+        measure_update(w, density, frames);
 }
 
 // The best of several grids.
