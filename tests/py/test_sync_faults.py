@@ -19,7 +19,7 @@ import safetensors  # noqa: E402
 from sync_runs import Net, change, edit, in_child, published, received, state  # noqa: E402
 
 import spccl  # noqa: E402
-from spccl.sync import Place, Publisher, Subscriber, _chain, _staged, delta  # noqa: E402
+from spccl.sync import Place, Publisher, Subscriber, _blob, _chain, _staged, delta  # noqa: E402
 from spccl.sync.manifest import sha256  # noqa: E402
 
 
@@ -346,7 +346,7 @@ def test_between_stage_and_commit(tmp_path):
         pulls[0].apply()
 
 
-def test_what_was_verified_is_what_is_applied(tmp_path):
+def test_what_was_verified_is_what_is_applied(tmp_path, monkeypatch):
     """An anchor's file between stage and commit: removed with its folder, or another one under its name, it is read as
     it was; overwritten in place it is refused."""
     net, copy = Net(), Net(1)
@@ -368,6 +368,13 @@ def test_what_was_verified_is_what_is_applied(tmp_path):
     with pytest.raises(spccl.FormatError, match=r"anchor-00001.safetensors: changed while it was read"):
         pull.commit()
     assert not pull.synced
+    monkeypatch.setattr(_blob, "_MOST_OPEN", 0)  # as of many files: it is opened again
+    pull.stage()
+    path.rename(tmp_path / "elsewhere")
+    path.write_bytes(good)
+    with pytest.raises(spccl.FormatError, match=r"anchor-00001.safetensors: changed while it was read"):
+        pull.commit()
+    assert pull.apply() == 2 and state(copy) == states[2]
 
 
 @pytest.mark.parametrize("where", ["latest", "manifest.json", "delta-00001.safetensors"])

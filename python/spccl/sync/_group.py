@@ -110,9 +110,16 @@ class Group:
         self.broadcast(torch.tensor([data.numel()]).view(torch.uint8), root, "the index")
         self.broadcast(data, root, "the index")
 
-    def receive_text(self, root: int) -> str:
+    def receive_index(self, root: int) -> dict[str, Any]:
         (n_bytes,) = self.receive(8, root, "the index").view(torch.int64).tolist()
-        return self.receive(n_bytes, root, "the index").numpy().tobytes().decode()
+        data = self.receive(n_bytes, root, "the index").numpy().tobytes()
+        try:
+            index = json.loads(data)
+        except ValueError:
+            index = None
+        if not isinstance(index, dict):
+            raise FormatError(f"{self.who}: rank {root} sent {data[:40]!r}, which is no index of spccl.sync")
+        return index
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:

@@ -259,18 +259,11 @@ class GroupSubscriber(Subscriber):
         hellos = group.gather("hello", hello["version"], role="receiver", sha256=hello["sha256"])
         self._root = _require_roles(group, hellos)
         number = hellos[self._root]["version"]
-        index = json.loads(group.receive_text(self._root))
-        if "error" in index:
-            raise PeerError(f"subscriber: rank {self._root} could not make version {number}: {index['error']}")
-        try:
-            self._source = source = Received(group, self._root, index, self.synced)
-        except BaseException as error:
-            group.abort(f"{type(error).__name__}: {error}")
-            raise
+        self._source = source = self._receive(number)
         error: BaseException | None = None
         try:
             self._stage(source.latest(), source.latest().version)
-        except (Error, MemoryError, OSError) as found:
+        except Exception as found:
             error = found
         if source.anchor_first:
             error = self._take_anchor(error)
@@ -281,6 +274,16 @@ class GroupSubscriber(Subscriber):
             raise
         self._is_open = True
         return number
+
+    def _receive(self, number: int) -> Received:
+        try:
+            index = self._group.receive_index(self._root)
+            if "error" not in index:
+                return Received(self._group, self._root, index, self.synced)
+        except BaseException as error:
+            self._group.abort(f"{type(error).__name__}: {error}")
+            raise
+        raise PeerError(f"subscriber: rank {self._root} could not make version {number}: {index['error']}")
 
     def _open_files(self, route: Sequence[_route.Step]) -> _staged.Files:
         """An anchor's files come later, one after the other."""
@@ -301,7 +304,7 @@ class GroupSubscriber(Subscriber):
                 file = step.manifest.anchor[number]
                 blob = _blob.InMemory(source.where(step.version, file.name), data).check(file)
                 _staged.write_anchor(blob, step, file, staged.boxes)
-            except (Error, MemoryError, OSError) as found:
+            except Exception as found:
                 error = found
         return error
 
@@ -320,7 +323,7 @@ class GroupSubscriber(Subscriber):
         try:
             if error is None:
                 super().commit()
-        except (Error, MemoryError, OSError) as found:
+        except Exception as found:
             error = found
         try:
             self._group.vote("commit", version, error)
