@@ -6,8 +6,9 @@ Each rank is a host of its own: a network namespace behind a shaped link (root, 
 matrices of 4096 columns. Each round changes some of them at random places: to random bits (raw), or by one in the last
 place (adam: what most steps of Adam do). Then the trainer publishes, the receivers apply, and Gloo broadcasts the same
 weights. Each time is that of the slowest rank, the median over rounds; it has everything from comparing the weights to
-the last receiver's last write. `wire` is the time of the sent bytes at the link's measured rate; `read` is the time to
-read weights and base once, on one core.
+the last receiver's last write. Times of stages are of the slowest rank, in brackets CPU time. `wire` is the time of the
+sent bytes at the link's measured rate. `floor` is encode, wire, check and commit with a core for each rank: CPU time of
+the busiest rank, which is the time without other work on the machine.
 """
 
 import argparse
@@ -44,19 +45,20 @@ def change(flat: torch.Tensor, share: float, values: str, seed: int) -> None:
 
 
 class Times:
-    """Seconds of a rank by name, one per round."""
+    """Seconds of a rank by name, of each round; with "-cpu": of its processor."""
 
     def __init__(self) -> None:
         self.rounds: list[dict[str, float]] = []
 
     def timed(self, name: str, call):
         def run(*args, **kwargs):
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             try:
                 return call(*args, **kwargs)
             finally:
-                now = time.perf_counter() - began
-                self.rounds[-1][name] = self.rounds[-1].get(name, 0.0) + now
+                row = self.rounds[-1]
+                row[name] = row.get(name, 0.0) + time.perf_counter() - began
+                row[f"{name}-cpu"] = row.get(f"{name}-cpu", 0.0) + time.process_time() - cpu
 
         return run
 
@@ -103,13 +105,10 @@ def one_size(args: argparse.Namespace, rank: int, comm: Communicator, megabytes:
     one.verify()
     result = {k: statistics.median(row[k] for row in rows) for k in rows[0] if k != "gloo"}
     result["gloo"] = statistics.median(r["gloo"] for i, r in enumerate(rows, 1) if i % args.dense_every == 0)
-    result["slowest"] = max(row["ours"] for row in rows)
+    result["fastest"], result["slowest"] = min(row["ours"] for row in rows), max(row["ours"] for row in rows)
     if rank == 0:
         stats = one.stats()
         result.update(changed=stats["changed"], delta_bytes=stats["delta_bytes"], bytes=flat.numel() * 2)
-        began = time.perf_counter()
-        (flat.view(torch.int64).sum(), one.base[0].view(-1))
-        result["read"] = 2 * (time.perf_counter() - began)
     return result
 
 
@@ -119,7 +118,9 @@ def rank_main(args: argparse.Namespace, rank: int, names: list[str], folder: str
     torch.set_num_threads(1)
     wait = timedelta(seconds=600)
     store = dist.FileStore(f"{folder}/store", len(names))
-    dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=len(names), timeout=wait)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=len(names), timeout=wait
+    )
     with Communicator(rank, len(names), store=dist.PrefixStore("spccl", store), timeout=wait) as comm:
         for megabytes in args.megabytes:
             result = one_size(args, rank, comm, megabytes)
@@ -130,12 +131,17 @@ def rank_main(args: argparse.Namespace, rank: int, names: list[str], folder: str
 
 
 def show(rate: str, link: float, megabytes: int, r: dict) -> None:
+    wire = r["sent"] / link
+    floor = wire + sum(r[f"{name}-cpu"] for name in ("encode", "check", "commit"))
+    stages = " ".join(
+        f"{name} {r[name]:.3f} ({r[f'{name}-cpu']:.3f})" for name in ("encode", "check", "commit", "base")
+    )
     print(
         f"{rate:>8} {megabytes:5} MB  changed {r['changed'] / (r['bytes'] / 2):6.2%}  "
-        f"{r['delta_bytes'] / r['changed']:5.2f} bytes/change  ours {r['ours']:6.3f} s (slowest {r['slowest']:.3f})  "
-        f"gloo {r['gloo']:7.3f} s  ratio {r['gloo'] / r['ours']:5.1f}  "
-        f"encode {r['encode']:.3f} check {r['check']:.3f} commit {r['commit']:.3f} base {r['base']:.3f}  "
-        f"wire {r['sent'] / link:.3f} ({r['sent'] / 1e6:.1f} MB)  read {r['read']:.3f}",
+        f"{r['delta_bytes'] / r['changed']:5.2f} bytes/change  ours {r['ours']:6.3f} s ({r['fastest']:.3f} to "
+        f"{r['slowest']:.3f})  gloo {r['gloo']:7.3f} s  ratio {r['gloo'] / r['ours']:5.1f}  {stages}  "
+        f"wire {wire:.3f} ({r['sent'] / 1e6:.1f} MB)  floor {floor:.3f}, of gloo 1/{r['gloo'] / floor:.0f}  "
+        f"load {os.getloadavg()[0]:.0f}",
         flush=True,
     )
 
