@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import threading
 
 import pytest
@@ -218,3 +220,60 @@ def test_calls_that_do_not_fit(ranks):
     late = ranks(1, timeout_s=0.3)
     with pytest.raises(spccl.TimeoutError, match=r"publisher: rank 0: hello, version 1: .*rank 1"):
         late.push.publish()
+
+
+def test_random_rounds(ranks):
+    """Failures of any receiver at any point, receivers that take a version back or join, changes of any size: no rank
+    waits for ever, and what a receiver holds is the version that it says."""
+    run = ranks(2, staging_bytes=36_000, keep=random.randint(0, 3))  # two files if all weights change
+    states: dict[int | None, dict] = {}
+    has_anchor = False
+
+    def failing(pull: Subscriber, where: str):
+        def broken(*_) -> None:
+            raise random.choice([spccl.DeviceError, ValueError])("no")
+
+        def call() -> int:
+            if where == "stage":
+                pull._stage = broken
+            try:
+                pull.stage()
+                if where == "abandon":
+                    pull.abandon()
+                    return 0
+                if where == "commit":
+                    pull._finish = broken
+                return pull.commit()
+            finally:
+                vars(pull).pop("_stage", None)
+                vars(pull).pop("_finish", None)
+
+        return call
+
+    for number in range(40):
+        change(run.net, number, random.choice([0, 0.001, 0.02, 0.02, 1.0]))
+        calls = [None] * len(run.pulls)
+        where = random.choice(["", "", "", "stage", "commit", "abandon"])
+        if where:
+            place = random.randrange(len(calls))
+            calls[place] = failing(run.pulls[place], where)
+        before = run.push.version
+        results = run.round(*calls)
+        if where:
+            assert run.push.version == before
+            assert all(isinstance(r, Exception) or r == 0 for r in results), results
+        else:
+            assert results == [run.push.version] * len(results), results
+            states[run.push.version] = {n: hash(x) for n, x in state(run.net).items()}
+            run.check(run.push.version)
+            has_anchor |= run.push.version > 1 and run.push.stats()["anchor_bytes"] > 0
+        if random.random() < 0.2:
+            pull = random.choice(run.pulls)
+            with contextlib.suppress(spccl.StateError):
+                pull.rollback()
+        for pull, net in zip(run.pulls, run.nets, strict=True):
+            if pull.synced:
+                assert {n: hash(x) for n, x in state(net).items()} == states[pull.version]
+        if len(run.pulls) < 4 and random.random() < 0.05:
+            run.regroup()
+    assert run.push.verify() == run.push.version and has_anchor
