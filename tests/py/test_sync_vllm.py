@@ -23,6 +23,7 @@ from spccl.errors import ArgumentError, Error, PeerError, StateError, TimeoutErr
 from spccl.sync import Publisher, VllmClient, _staged  # noqa: E402
 from spccl.sync import vllm as ours  # noqa: E402
 from spccl.sync._replica import INTACT, OneWorker, Replica, TorchWorkers  # noqa: E402
+from spccl.sync._source import Folder  # noqa: E402
 
 WIDTH, RANKS, WAIT_S = 8, 2, 100
 SHAPES = {"embed": (10, WIDTH), "q": (8, WIDTH), "k": (4, WIDTH), "o": (WIDTH, 8), "norm": (WIDTH,)}
@@ -402,7 +403,7 @@ def test_workers_whose_folders_differ(run, group, tmp_path):
     other.publish()
     run.publish()
     other.publish()
-    group.replicas[1]._pull.folder = other.folder
+    group.replicas[1]._pull._source = Folder(other.folder)
     errors = group.call("update", 2)
     assert all("different files" in e and INTACT in e for e in errors) and group.holds(run.was[1])
     other.push.close()

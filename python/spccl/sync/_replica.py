@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
-from spccl.errors import Error, MismatchError, StateError, TimeoutError
+from spccl.errors import FormatError, MismatchError, StateError, TimeoutError
 
-from . import _folder
+from ._source import Folder, Source
 from ._tensors import boxes_of_plan
 from .manifest import MASK, Manifest
 from .record import Plan, prove, record
@@ -28,6 +28,7 @@ from .subscriber import Subscriber
 # These words in an error say that the server may go on serving. The client looks for them.
 INTACT = "every worker holds what it held before"
 MOST_NAMES = 3  # of an error
+MOST_WAIT_S = 5.0  # for the files of a published version, where a disk or a copy is late: the server may be paused
 
 
 class Workers(Protocol):
@@ -142,7 +143,7 @@ class Replica:
         self._pull, self._staging = pull, None
 
     def _open(self, folder: Path, timeout_s: float) -> tuple[Subscriber, dict[str, Any]]:
-        manifest = _newest(folder, timeout_s)
+        manifest = _newest(Folder(folder), min(MOST_WAIT_S, timeout_s / 2))
         if self._plan is None:
             self._plan = plan_of(self.model, self.checkpoint, manifest)
         boxes_of_plan(self.who, manifest.tensors, self._plan)  # raises if the folder has other tensors
@@ -173,7 +174,7 @@ class Replica:
         if self._staging is not None and self._staging.version == version and self._staging.is_alive():
             return
         self._join(timeout_s)
-        self._staging = _Staging(pull, version, timeout_s / 2)  # its error comes before the deadline of `update`
+        self._staging = _Staging(pull, version, min(MOST_WAIT_S, timeout_s / 2))
         self._staging.start()
 
     def _join(self, timeout_s: float) -> None:
@@ -306,18 +307,19 @@ def _left(deadline: float) -> float:
     return max(1.0, deadline - time.monotonic())
 
 
-def _newest(folder: Path, timeout_s: float) -> Manifest:
+def _newest(source: Source, timeout_s: float) -> Manifest:
+    """The newest version's manifest."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            latest = _folder.read_latest(folder)
+            latest = source.latest()
             if latest is not None:
-                return _folder.read_manifest(folder, latest.version, latest.sha256)
-        except Error:
-            if time.monotonic() >= deadline:
+                return source.manifest(latest.version, latest.sha256)
+        except FormatError as error:
+            if not hasattr(error, "not_whole") or time.monotonic() >= deadline:
                 raise
         if time.monotonic() >= deadline:
-            raise TimeoutError(f"sync: {folder}: no version within {timeout_s:g} s: publish first")
+            raise TimeoutError(f"sync: {source}: no version within {timeout_s:g} s: publish first")
         time.sleep(0.05)
 
 

@@ -296,7 +296,7 @@ class Subscriber:
         """The SHA-256 of the manifest of what is staged: workers that staged the same version have the same one."""
         if self._staged is None:
             raise StateError("subscriber: staged: nothing is staged")
-        route = self._staged[0]
+        route = self._staged.route
         return route[-1].sha256 if route else self._have.sha256
 
     def sums(self) -> dict[str, tuple[int, int]]:
