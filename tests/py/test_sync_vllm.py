@@ -1,15 +1,12 @@
-"""spccl.sync for vLLM against stubs of two versions of it, and the votes of several workers. No vLLM is needed.
+"""spccl.sync for vLLM against stubs of two versions of it. No vLLM is needed.
 
 tests/vllm has the tests with a real server; these also run where none can be installed.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import subprocess
 import sys
-import threading
-from pathlib import Path
 
 import pytest
 
@@ -17,78 +14,13 @@ torch = pytest.importorskip("torch", reason="spccl.sync is for torch tensors, an
 pytest.importorskip("safetensors", reason="spccl.sync writes safetensors files, and it is not installed")
 
 import vllm_stubs  # noqa: E402
-from vllm_stubs import VERSIONS, Checkpoint, Http, Worker  # noqa: E402
+from vllm_models import RANKS, WAIT_S, Model, Run, Threads, bits, damage, fail, loaded, weights  # noqa: E402
+from vllm_stubs import VERSIONS, Checkpoint, Executor, Http, Worker  # noqa: E402
 
-from spccl.errors import ArgumentError, Error, PeerError, StateError, TimeoutError  # noqa: E402
-from spccl.sync import Publisher, VllmClient, _staged  # noqa: E402
+from spccl.errors import ArgumentError, PeerError, StateError, TimeoutError  # noqa: E402
+from spccl.sync import VllmClient, _staged  # noqa: E402
 from spccl.sync import vllm as ours  # noqa: E402
-from spccl.sync._replica import INTACT, OneWorker, Replica, TorchWorkers  # noqa: E402
-from spccl.sync._source import Folder  # noqa: E402
-
-WIDTH, RANKS, WAIT_S = 8, 2, 100
-SHAPES = {"embed": (10, WIDTH), "q": (8, WIDTH), "k": (4, WIDTH), "o": (WIDTH, 8), "norm": (WIDTH,)}
-
-
-def weights(seed: int, dtype=torch.bfloat16) -> dict[str, torch.Tensor]:
-    random = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=random).to(dtype) for name, shape in SHAPES.items()}
-
-
-class Model(torch.nn.Module):
-    """What a rank of a tensor-parallel server has: fused rows, columns of a matrix, a padded vocabulary."""
-
-    def __init__(self, rank: int = 0, ranks: int = 1):
-        super().__init__()
-        self.rank, self.ranks = rank, ranks
-        padded = -(-10 // (4 * ranks)) * 4
-        for name, shape in {
-            "embed": (padded, WIDTH),
-            "qk": (12 // ranks, WIDTH),
-            "o": (WIDTH, 8 // ranks),
-            "norm": (WIDTH,),
-        }.items():
-            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)))
-
-    def load_weights(self, named):
-        r, n = self.rank, self.ranks
-        for name, x in named:
-            if name == "embed":
-                mine = x[r * len(self.embed) :][: len(self.embed)]
-                self.embed.data[: len(mine)].copy_(mine)
-                self.embed.data[len(mine) :].fill_(0)
-            elif name in ("q", "k"):
-                rows = x.shape[0] // n
-                self.qk.data.narrow(0, (name == "k") * 8 // n, rows).copy_(x.narrow(0, r * rows, rows))
-            elif name == "o":
-                self.o.data.copy_(x.chunk(n, dim=1)[r])
-            else:
-                self.norm.data.copy_(x)
-
-
-def bits(model: torch.nn.Module) -> list[list[int]]:
-    return [x.detach().view(torch.int16).flatten().tolist() for x in model.parameters()]
-
-
-def loaded(named: dict[str, torch.Tensor], rank: int = 0, ranks: int = 1) -> Model:
-    model = Model(rank, ranks)
-    model.load_weights(list(named.items()))
-    return model
-
-
-class Run:
-    """A publisher of weights whose version n has the bits of `weights(n)`, few of them changed."""
-
-    def __init__(self, folder: Path, **options):
-        self.folder, self.now = folder, weights(1)
-        self.push = Publisher(folder, self.now, **options)
-        self.was: dict[int, dict[str, torch.Tensor]] = {}
-
-    def publish(self) -> int:
-        for x in self.now.values() if self.was else ():
-            x.view(-1)[:: 3 + len(self.was)] = float(len(self.was))
-        version = self.push.publish()
-        self.was[version] = {name: x.clone() for name, x in self.now.items()}
-        return version
+from spccl.sync._replica import OneWorker, Replica  # noqa: E402
 
 
 @pytest.fixture
@@ -96,14 +28,6 @@ def run(tmp_path):
     found = Run(tmp_path / "run", anchor_share=9, keep=9)
     yield found
     found.push.close()
-
-
-def damage(run: Run, version: int) -> tuple[Path, bytes]:
-    (path,) = (run.folder / f"v{version:06d}").glob("delta*")
-    good = path.read_bytes()
-    path.chmod(0o644)
-    path.write_bytes(good[:-3] + bytes([good[-3] ^ 1]) + good[-2:])
-    return path, good
 
 
 @pytest.fixture(params=VERSIONS)
@@ -148,11 +72,40 @@ def test_a_failed_update_leaves_the_old_version_in_service(http, run):
     assert bits(http.worker.engine.model) == bits(loaded(run.was[2]))
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_errors_of_several_workers_leave_no_answer_behind(monkeypatch, run, version):
+    """vLLM stops reading the workers' answers at an error. What it did not read would be the answers of later calls."""
+    factory = vllm_stubs.install(monkeypatch, Checkpoint(weights(1)))
+    ours.register()
+    workers = [Worker(version, factory, loaded(weights(1), r, RANKS), world_size=RANKS) for r in range(RANKS)]
+    from spccl.sync import _vllm_engine
+
+    executor = Executor(workers, Threads.group(RANKS))
+    monkeypatch.setattr(sys.modules["vllm.distributed.parallel_state"], "get_world_group", executor.group_of_thread)
+    monkeypatch.setattr(_vllm_engine, "TorchWorkers", lambda group: group)
+    with Http(executor) as server:
+        client = VllmClient(server.url, run.folder, timeout_s=WAIT_S)
+        client.update(run.publish())
+        path, good = damage(run, run.publish())
+        for call, text in (
+            (lambda: client.update(2), "SHA-256.*serves on"),
+            (lambda: VllmClient(server.url, run.folder / "none", timeout_s=1).open(), "no version within"),
+            (lambda: client._post("init_weight_transfer_engine", {"init_info": {"x": 1}}), "unexpected keyword"),
+        ):
+            with pytest.raises(StateError, match=text):
+                call()
+            assert not any(executor.answers), text
+        executor.call("start_weight_update")  # of a client that ended there
+        path.write_bytes(good)
+        assert client.update(2) == 2 and not any(executor.answers)
+    assert all(bits(w.engine.model) == bits(loaded(run.was[2], r, RANKS)) for r, w in enumerate(workers))
+
+
 def test_a_mixture_stays_paused(http, run, monkeypatch):
     """An anchor that fails in the middle cannot be taken back. The client leaves the server paused, until it is."""
     client = VllmClient(http.url, run.folder, timeout_s=WAIT_S)
     run.publish()
-    monkeypatch.setattr(_staged, "commit_large", _raise)
+    monkeypatch.setattr(_staged, "commit_large", fail)
     with pytest.raises(StateError, match=r"mixture.*stays paused"):
         client.update(1)
     assert http.is_paused
@@ -160,10 +113,6 @@ def test_a_mixture_stays_paused(http, run, monkeypatch):
     vllm_stubs.install(monkeypatch, Checkpoint(weights(1)))
     client.update(1)
     assert not http.is_paused and bits(http.worker.engine.model) == bits(loaded(run.was[1]))
-
-
-def _raise(*args, **kwargs):
-    raise RuntimeError("the test's own failure")
 
 
 def test_requests_that_cannot_work(http, run):
@@ -268,208 +217,6 @@ def test_checkpoint_in_another_dtype_and_with_more_tensors(run):
     lacks = {name: x for name, x in more.items() if name != "q"}
     with pytest.raises(StateError, match="tensor 'q': the publisher has it, the server's checkpoint does not"):
         Replica("vllm", model, lambda: lacks.items(), OneWorker()).open(run.folder, WAIT_S)
-
-
-class Threads:
-    """Workers that are threads of this process."""
-
-    size = RANKS
-
-    def __init__(self, rank: int, barrier: threading.Barrier, answers: list[str]):
-        self.rank, self.barrier, self.answers = rank, barrier, answers
-
-    def exchange(self, answer: str, timeout_s: float) -> list[str]:
-        self.answers[self.rank] = answer
-        self.barrier.wait(timeout_s)
-        found = list(self.answers)
-        self.barrier.wait(timeout_s)
-        return found
-
-
-class Group:
-    """The workers of a tensor-parallel server: each call is made on all of them."""
-
-    def __init__(self, n: int = RANKS):
-        barrier, answers = threading.Barrier(n), [""] * n
-        self.models = [loaded(weights(1), rank, n) for rank in range(n)]
-        self.replicas = [
-            Replica("vllm", model, lambda: weights(1).items(), Threads(rank, barrier, answers))
-            for rank, model in enumerate(self.models)
-        ]
-
-    def call(self, name: str, *args) -> list[str]:
-        """Errors of all workers, "" where there is none."""
-        errors = [""] * len(self.replicas)
-
-        def work(rank: int) -> None:
-            try:
-                getattr(self.replicas[rank], name)(*args, WAIT_S)
-            except Error as error:
-                errors[rank] = str(error)
-
-        threads = [
-            threading.Thread(target=work, args=(rank,), name=f"worker{rank}") for rank in range(len(self.replicas))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * WAIT_S)
-        return errors
-
-    def holds(self, named: dict[str, torch.Tensor]) -> bool:
-        n = len(self.models)
-        return all(bits(model) == bits(loaded(named, rank, n)) for rank, model in enumerate(self.models))
-
-
-@pytest.fixture
-def group(run):
-    run.publish()
-    found = Group()
-    assert found.call("open", run.folder) == found.call("update", 1) == ["", ""]
-    return found
-
-
-def test_shards_take_versions_together(run, group):
-    assert group.holds(run.was[1])
-    for _ in range(2):
-        version = run.publish()
-        assert group.call("stage", version) == ["", ""]
-        assert group.call("update", version) == ["", ""] and group.holds(run.was[version])
-    assert group.call("update", version) == ["", ""]  # again: nothing to do
-
-
-def test_one_worker_cannot_stage(run, group, monkeypatch):
-    """No worker writes; all say which worker failed, and that they hold what they held."""
-    version = run.publish()
-    monkeypatch.setattr(group.replicas[1]._pull, "before_read", _raise)
-    errors = group.call("update", version)
-    assert all("worker 1 of 2: RuntimeError: the test's own failure" in e and INTACT in e for e in errors)
-    assert group.holds(run.was[1])
-    group.replicas[1]._pull.before_read = None
-    assert group.call("update", version) == ["", ""] and group.holds(run.was[version])
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_one_worker_fails_while_it_writes(run, group, monkeypatch, when):
-    """The other one has written all of it, and takes it back."""
-    version = run.publish()
-    if when == "before":  # its elements are written, its sums are not: Subscriber.commit restores them
-        monkeypatch.setattr(_staged.Change, "count", _fails_on_worker_0)
-    else:
-        commit = group.replicas[0]._pull.commit
-        monkeypatch.setattr(group.replicas[0]._pull, "commit", lambda: (commit(), _raise()))
-    errors = group.call("update", version)
-    assert all("worker 0 of 2: RuntimeError" in e and INTACT in e for e in errors) and group.holds(run.was[1])
-    monkeypatch.undo()
-    assert group.call("update", version) == ["", ""] and group.holds(run.was[version])
-
-
-def _fails_on_worker_0(self, sign=1):
-    if threading.current_thread().name == "worker0":
-        raise RuntimeError("the test's own failure")
-
-
-def test_an_anchor_that_fails_on_one_worker_is_a_mixture_until_it_is_written(run, group, monkeypatch):
-    run.push.anchor_share = 0
-    version = run.publish()
-    for replica in group.replicas:
-        replica._pull._have = None  # what an anchor begins with
-    pull = group.replicas[1]._pull
-    monkeypatch.setattr(pull, "_finish", _raise)
-    errors = group.call("update", version)
-    assert all("mixture" in e and INTACT not in e for e in errors)
-    path, good = damage(run, run.publish())
-    monkeypatch.undo()
-    assert all(INTACT not in e and e for e in group.call("update", version + 1))  # not even staged: still a mixture
-    path.write_bytes(good)
-    assert group.call("update", version) == ["", ""] and group.holds(run.was[version])
-    assert group.call("update", version + 1) == ["", ""] and group.holds(run.was[version + 1])
-
-
-def test_parts_that_something_else_wrote_to(run, group):
-    """Of a tensor in column shards no worker alone sees it: the sums of all workers do, and all take it back."""
-    version = run.publish()
-    with torch.no_grad():
-        group.models[1].o.view(torch.int16)[3, 0] ^= 1  # one that version 2 changes
-    spoilt = bits(group.models[1])
-    errors = group.call("update", version)
-    assert all(e and INTACT in e for e in errors), errors
-    assert bits(group.models[1]) == spoilt and bits(group.models[0]) == bits(loaded(run.was[1], 0, RANKS))
-
-
-def test_workers_whose_folders_differ(run, group, tmp_path):
-    """The same version number of two publishers, as two copies of a folder may have it."""
-    other = Run(tmp_path / "other", anchor_share=9)
-    other.publish()
-    run.publish()
-    other.publish()
-    group.replicas[1]._pull._source = Folder(other.folder)
-    errors = group.call("update", 2)
-    assert all("different files" in e and INTACT in e for e in errors) and group.holds(run.was[1])
-    other.push.close()
-
-
-def test_workers_that_lack_a_part(run):
-    """Two ranks of a server of three: refused, because no sum of the whole tensor could be made."""
-    run.publish()
-    group = Group()
-    for rank, model in enumerate(group.models):
-        model.__init__(rank, 4)
-        model.load_weights(list(weights(1).items()))
-    errors = group.call("open", run.folder)
-    assert all("the workers hold" in e and "of its" in e for e in errors), errors
-
-
-def test_a_worker_that_does_not_vote(run, monkeypatch):
-    """The others give up at their deadline, and do not say that they may go on serving."""
-    run.publish()
-    group = Group()
-    monkeypatch.setattr(sys.modules[__name__], "WAIT_S", 1)
-    monkeypatch.setattr(Threads, "exchange", _late(Threads.exchange))
-    assert group.call("open", run.folder)[0].startswith("late")
-
-
-def _late(exchange):
-    def late(self, answer, timeout_s):
-        if self.rank == 1:
-            raise StateError("gone")
-        try:
-            return exchange(self, answer, 0.1)
-        except threading.BrokenBarrierError as error:
-            raise TimeoutError("late") from error
-
-    return late
-
-
-def _gloo_rank(rank: int, store: str, found, done) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    workers = TorchWorkers(torch.distributed.group.WORLD)
-    found.put((rank, workers.exchange("a" * (1 + 5000 * rank), WAIT_S)))
-    if rank == 0:
-        try:
-            workers.exchange("alone", 0.3)
-        except TimeoutError as error:
-            found.put((2, str(error)))
-    else:
-        done.wait(2 * WAIT_S)
-
-
-def test_votes_over_torch_distributed(tmp_path):
-    """Answers of other lengths, and a deadline where a rank does not come."""
-    context = multiprocessing.get_context("fork")  # spawn would import torch twice
-    found, done = context.Queue(), context.Event()
-    args = (str(tmp_path / "store"), found, done)
-    ranks = [context.Process(target=_gloo_rank, args=(rank, *args), daemon=True) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    try:
-        got = dict(found.get(timeout=2 * WAIT_S) for _ in range(3))
-        assert got[0] == got[1] == ["a", "a" * 5001] and "worker 0: a worker of the server did not answer" in got[2]
-    finally:
-        done.set()
-        for rank in ranks:
-            rank.join(WAIT_S)
-            rank.kill()
 
 
 def test_no_module_but_the_engine_imports_vllm(tmp_path):

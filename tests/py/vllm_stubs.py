@@ -9,6 +9,7 @@ by data_parallel_rank, 0.33.0 by data_parallel_index; 0.33.0 can shut the engine
 from __future__ import annotations
 
 import abc
+import collections
 import dataclasses
 import http.server
 import json
@@ -115,7 +116,7 @@ def install(monkeypatch, loader: Any) -> Factory:
         "WeightTransferInitInfo": WeightTransferInitInfo,
         "WeightTransferUpdateInfo": WeightTransferUpdateInfo,
     }
-    world = types.SimpleNamespace(world_size=1, cpu_group=None)
+    world = types.SimpleNamespace(world_size=1, rank_in_group=0, cpu_group=None)
     for name, content in {
         "vllm": {},
         "vllm.distributed": {},
@@ -135,8 +136,8 @@ def install(monkeypatch, loader: Any) -> Factory:
 class Worker:
     """vLLM's Worker, as far as weights go. rank: its place in a list of update infos."""
 
-    def __init__(self, version: str, factory: Factory, model: torch.nn.Module, **config: Any):
-        parallel = types.SimpleNamespace(world_size=1, data_parallel_size=1)
+    def __init__(self, version: str, factory: Factory, model: torch.nn.Module, world_size: int = 1, **config: Any):
+        parallel = types.SimpleNamespace(world_size=world_size, data_parallel_size=1)
         setattr(parallel, "data_parallel_rank" if version == "0.29.0" else "data_parallel_index", 0)
         vllm_config = types.SimpleNamespace(
             parallel_config=parallel,
@@ -181,10 +182,58 @@ class Worker:
         self.is_active = False
 
 
-class Http:
-    """vLLM's routes of VLLM_SERVER_DEV_MODE=1 before a worker. calls: the routes asked, in order."""
+class Executor:
+    """vLLM's MultiprocExecutor: workers answer through a queue each; it stops reading at the first error.
 
-    def __init__(self, worker: Worker):
+    Args: groups: what each worker votes over. Its threads are the workers.
+    """
+
+    def __init__(self, workers: list[Worker], groups: list[Any]):
+        self.workers, self.groups = workers, groups
+        self.answers: list[collections.deque[BaseException | None]] = [collections.deque() for _ in workers]
+
+    def group_of_thread(self) -> Any:
+        rank = int(threading.current_thread().name.removeprefix("worker"))
+        return types.SimpleNamespace(world_size=len(self.workers), rank_in_group=rank, cpu_group=self.groups[rank])
+
+    def call(self, method: str, *args: Any) -> None:
+        threads = [
+            threading.Thread(target=self._work, args=(rank, method, args), name=f"worker{rank}")
+            for rank in range(len(self.workers))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for queue in self.answers:
+            error = queue.popleft()
+            if error is not None:
+                raise RuntimeError(f"Worker failed with error '{error}'")
+
+    def _work(self, rank: int, method: str, args: Any) -> None:
+        try:
+            getattr(self.workers[rank], method)(*args)
+            self.answers[rank].append(None)
+        except Exception as error:
+            self.answers[rank].append(error)
+
+    def init_weight_transfer_engine(self, init_info):
+        self.call("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self):
+        self.call("start_weight_update")
+
+    def update_weights(self, update_info):
+        self.call("update_weights", update_info)
+
+    def finish_weight_update(self):
+        self.call("finish_weight_update")
+
+
+class Http:
+    """vLLM's routes of VLLM_SERVER_DEV_MODE=1 before a worker, or several. calls: the routes asked, in order."""
+
+    def __init__(self, worker: Worker | Executor):
         self.worker, self.calls, self.weight_version, self.is_paused = worker, [], "default", False
         outer = self
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from spccl.errors import FormatError, MismatchError, StateError, TimeoutError
+from spccl.errors import Error, FormatError, MismatchError, StateError, TimeoutError
 
 from ._source import Folder, Source
 from ._tensors import boxes_of_plan
@@ -25,10 +25,21 @@ from .manifest import MASK, Manifest
 from .record import Plan, prove, record
 from .subscriber import Subscriber
 
-# These words in an error say that the server may go on serving. The client looks for them.
+# These words in an error tell the client: the server may go on serving; an update was begun and not finished.
 INTACT = "every worker holds what it held before"
+OPEN = "an update was begun and not finished"
 MOST_NAMES = 3  # of an error
 MOST_WAIT_S = 5.0  # for the files of a published version, where a disk or a copy is late: the server may be paused
+
+
+def agreed(error: Error) -> Error:
+    """Mark an error that every worker has, and knows that the others have: one of them may report it for all."""
+    error.agreed = True
+    return error
+
+
+def is_agreed(error: BaseException) -> bool:
+    return getattr(error, "agreed", False)
 
 
 class Workers(Protocol):
@@ -124,23 +135,25 @@ class Replica:
         """The version that this worker holds."""
         return None if self._pull is None else self._pull.version
 
-    def open(self, folder: str | Path, timeout_s: float) -> None:
+    def open(self, folder: str | Path, timeout_s: float, is_updating: bool = False) -> bool:
         """Take the versions of this folder from now on. Changes no weights.
 
         The first time the plan is recorded from the model's load_weights, and compared with the weights.
+        Args: is_updating: whether this worker is between start and finish of an update.
+        Returns: whether some worker is.
         Raises: StateError on all workers if one of them fails; the text has its reason.
         """
-        if self._pull is not None and self._pull.folder == Path(folder):
-            self._vote("open", None, None, timeout_s)
-            return
-        error, shares, pull = None, {}, None
-        try:
-            pull, shares = self._open(Path(folder), timeout_s)
-        except Exception as failure:
-            error = failure
-        answers = self._vote(f"open {folder}", error, shares, timeout_s)
-        self._require_whole(answers)
-        self._pull, self._staging = pull, None
+        error, shares, pull = None, {}, self._pull
+        if pull is None or pull.folder != Path(folder):
+            try:
+                pull, shares = self._open(Path(folder), timeout_s)
+            except Exception as failure:
+                error = failure
+        answers = self._vote(f"open {folder}", error, [is_updating, shares], timeout_s)
+        self._require_whole([shares for _, shares in answers])
+        if pull is not self._pull:
+            self._pull, self._staging = pull, None
+        return any(updating for updating, _ in answers)
 
     def _open(self, folder: Path, timeout_s: float) -> tuple[Subscriber, dict[str, Any]]:
         manifest = _newest(Folder(folder), min(MOST_WAIT_S, timeout_s / 2))
@@ -156,7 +169,7 @@ class Replica:
         return Subscriber(folder, places=self._plan), {n: [numel[n], found] for n, found in parts.items()}
 
     def _require_whole(self, answers: list[Any]) -> None:
-        """Raises: MismatchError if of some tensor the workers have a part only: its sum could not be compared."""
+        """Raises: StateError if of some tensor the workers have a part only: its sum could not be compared."""
         numel: dict[str, int] = {}
         found: dict[str, set[tuple[int, ...]]] = {}
         for answer in answers:
@@ -166,10 +179,18 @@ class Replica:
         for name, parts in found.items():
             n = sum(rows * cols for _, _, rows, _, cols in parts)
             if n != numel[name]:
-                raise MismatchError(f"{self.who}: tensor {name!r}: the workers hold {n} of its {numel[name]} elements")
+                raise self._failure("open", f"tensor {name!r}: the workers hold {n} of its {numel[name]} elements")
 
     def stage(self, version: int, timeout_s: float) -> None:
-        """Begin to read and check a version, and return at once. `update` waits for it."""
+        """Begin to read and check a version, and return at once. `update` waits for it. Raises: as `open`."""
+        error = None
+        try:
+            self._begin(version, timeout_s)
+        except Exception as failure:
+            error = failure
+        self._vote(f"version {version}: begin to stage", error, None, timeout_s, still=not self._is_mixed)
+
+    def _begin(self, version: int, timeout_s: float) -> None:
         pull = self._need_pull()
         if self._staging is not None and self._staging.version == version and self._staging.is_alive():
             return
@@ -212,7 +233,7 @@ class Replica:
         """Wait until a version is staged. Returns the hash of its manifest."""
         pull = self._need_pull()
         if self._staging is None or self._staging.version != version:
-            self.stage(version, timeout_s)
+            self._begin(version, timeout_s)
         assert self._staging is not None
         self._join(timeout_s)
         staging, self._staging = self._staging, None
@@ -241,7 +262,7 @@ class Replica:
             if was_mixed:
                 raise
             self._is_mixed = False
-            raise StateError(f"{failure}; {INTACT}") from failure
+            raise agreed(StateError(f"{failure}; {INTACT}")) from failure
         self._is_mixed = False
 
     def _take_back(self, what: str, version: int, before: int | None, why: BaseException, deadline: float) -> None:
@@ -259,7 +280,8 @@ class Replica:
         try:
             self._vote(f"{what}: take back", error, None, _left(deadline))
         except BaseException as failure:
-            raise StateError(f"{why}; {failure}; the next update begins with an anchor") from why
+            error = StateError(f"{why}; {failure}; the next update begins with an anchor")
+            raise (agreed(error) if is_agreed(failure) else error) from why
 
     def _require_sums(self, what: str, answers: list[Any]) -> None:
         """Tensors of which each worker has a part: the sums of all parts must be the publisher's."""
@@ -291,7 +313,7 @@ class Replica:
         return [a["value"] for a in answers]
 
     def _failure(self, what: str, why: str, still: bool = False) -> StateError:
-        return StateError(f"{self.who}: {what}: {why}" + (f"; {INTACT}" if still else ""))
+        return agreed(StateError(f"{self.who}: {what}: {why}" + (f"; {INTACT}" if still else "")))
 
     def _need_pull(self) -> Subscriber:
         if self._pull is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,9 +14,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from spccl.errors import ArgumentError, UnsupportedError
+from spccl.errors import ArgumentError, StateError, UnsupportedError
 
-from ._replica import OneWorker, Replica, TorchWorkers, Workers
+from ._replica import OPEN, OneWorker, Replica, TorchWorkers, Workers, agreed, is_agreed
 
 
 @dataclasses.dataclass
@@ -42,8 +43,12 @@ class SpcclUpdateInfo(WeightTransferUpdateInfo):
 class SpcclWeightTransferEngine(WeightTransferEngine[SpcclInitInfo, SpcclUpdateInfo]):
     """Puts the versions of a folder into the weights of a vLLM worker, in place, where they lie.
 
-    Start and finish of an update do nothing here: `update_weights` writes all of a version or none of it, on all
-    workers. See Replica.
+    `update_weights` writes all of a version or none of it, on all workers: see Replica.
+
+    Where the workers agree that a call failed, only the last of them raises, and the others return. Up to 0.33 vLLM
+    reads the workers' answers up to the first error and leaves the rest, so that after an error of all workers each
+    later call would get an answer of the one before. Then the last worker's session is closed and those of the others
+    are open: the client's `finish` closes them.
     """
 
     init_info_cls = SpcclInitInfo
@@ -53,38 +58,68 @@ class SpcclWeightTransferEngine(WeightTransferEngine[SpcclInitInfo, SpcclUpdateI
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module):
         super().__init__(config, vllm_config, device, model)
         self._replica: Replica | None = None
+        self._is_updating = False  # as vLLM's worker sees it: since start, until finish or an error
 
-    def init_transfer_engine(self, init_info: SpcclInitInfo) -> None:
-        folder = _folder_of(self.vllm_config, init_info.folder)
-        if self._replica is None:
-            self._replica = Replica("vllm", self.model, self._checkpoint, _workers())
-        self._replica.open(folder, init_info.timeout_s)
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
+        return init_dict  # vLLM calls this on all workers: `init_transfer_engine` raises what it would
 
-    def _checkpoint(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """What vLLM has loaded. Raises: UnsupportedError that names what quantizes or repacks."""
-        require_plain(self.model, self.model_config)
-        return _read_checkpoint(self.vllm_config, self.model)
+    def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        with self._reported():
+            info = self._checked(super().parse_init_info, init_info)
+            if self._replica is None:
+                self._replica = Replica("vllm", self.model, self._checkpoint, _workers())
+            folder = self._checked(_folder_of, self.vllm_config, info.folder)
+            if self._replica.open(folder, info.timeout_s, self._is_updating):
+                raise agreed(StateError(f"vllm: {OPEN}: POST /finish_weight_update, then start"))
 
     def start_weight_update(self) -> None:
-        """Nothing."""
+        self._is_updating = True
 
     def finish_weight_update(self) -> None:
-        """Nothing."""
+        self._is_updating = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))
+        try:
+            with self._reported():
+                self.receive_weights(self._checked(self.parse_update_info, update_info))
+        except BaseException:
+            self._is_updating = False
+            raise
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: SpcclUpdateInfo) -> None:
         if self._replica is None:
-            raise ArgumentError("vllm: update before init: POST /init_weight_transfer_engine names the folder")
+            raise agreed(ArgumentError("vllm: update before init: POST /init_weight_transfer_engine names the folder"))
         call = self._replica.stage if update_info.action == "stage" else self._replica.update
         call(update_info.version, update_info.timeout_s)
 
     def shutdown(self) -> None:
         if self._replica is not None:
             self._replica.close()
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Of an error that all workers have, the last worker alone raises."""
+        try:
+            yield
+        except Exception as error:
+            size = self.parallel_config.world_size  # of one executor: with data parallelism there are several
+            if not is_agreed(error) or _rank() % size == size - 1:
+                raise
+
+    @staticmethod
+    def _checked(call: Callable[..., Any], *args: Any) -> Any:
+        """What a call returns that depends on the request alone, so that it fails on all workers or on none."""
+        try:
+            return call(*args)
+        except ValueError as error:
+            raise agreed(ArgumentError(f"vllm: {error}")) from error
+
+    def _checkpoint(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """What vLLM has loaded. Raises: UnsupportedError that names what quantizes or repacks."""
+        require_plain(self.model, self.model_config)
+        return _read_checkpoint(self.vllm_config, self.model)
 
 
 def _folder_of(vllm_config: Any, asked: str | None) -> str:
@@ -96,6 +131,12 @@ def _folder_of(vllm_config: Any, asked: str | None) -> str:
     if mine is None and asked is None:
         raise ArgumentError("vllm: no folder: give one to VllmClient, or start the server with --additional-config")
     return str(asked if mine is None else mine)
+
+
+def _rank() -> int:
+    from vllm.distributed.parallel_state import get_world_group
+
+    return get_world_group().rank_in_group
 
 
 def _workers() -> Workers:

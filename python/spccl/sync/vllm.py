@@ -9,6 +9,7 @@ Neither needs vLLM to be imported by the trainer. docs/SYNC.md says what runs in
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import logging
@@ -22,7 +23,7 @@ from typing import Any
 
 from spccl.errors import ArgumentError, Error, PeerError, StateError, TimeoutError
 
-from ._replica import INTACT
+from ._replica import INTACT, OPEN
 
 BACKEND = "spccl"
 MOST_ERROR_CHARS = 2000
@@ -91,12 +92,24 @@ class VllmClient:
         return version
 
     def _update(self, version: int) -> None:
-        self._start()
-        self._post("update_weights", {"update_info": self._info(version, "update")})
-        self._post("finish_weight_update", {"weight_version": str(version)})
+        self._session(self._info(version, "update"), str(version))
         found = self.version()
         if found != str(version):
             raise StateError(f"vllm client: {self.url}/weight_info says version {found!r}, wanted {version}")
+
+    def _session(self, update_info: dict[str, Any], weight_version: str | None) -> None:
+        self._post("start_weight_update")
+        try:
+            self._post("update_weights", {"update_info": update_info})
+        except Error:
+            self._finish()
+            raise
+        self._post("finish_weight_update", {} if weight_version is None else {"weight_version": weight_version})
+
+    def _finish(self) -> None:
+        """Close the sessions of a failed update. The worker that reported its error has none, and complains."""
+        with contextlib.suppress(Error):
+            self._post("finish_weight_update")
 
     def stage(self, version: int) -> None:
         """Let the server begin to read and check a version while it serves; returns at once. `update` then waits less.
@@ -105,9 +118,7 @@ class VllmClient:
         """
         version = _checked(version)
         self.open()
-        self._start()
-        self._post("update_weights", {"update_info": self._info(version, "stage")})
-        self._post("finish_weight_update")
+        self._session(self._info(version, "stage"), None)
 
     def open(self) -> None:
         """Let the server open the folder, if it has another one or none: it compares its weights with its checkpoint.
@@ -115,20 +126,16 @@ class VllmClient:
         `update` and `stage` do it too; before the first one it takes the time to read the checkpoint twice.
         Raises: as `update`.
         """
-        self._post("init_weight_transfer_engine", {"init_info": {"folder": self.folder, "timeout_s": self._most_s}})
+        try:
+            self._post("init_weight_transfer_engine", {"init_info": {"folder": self.folder, "timeout_s": self._most_s}})
+        except StateError as error:
+            if OPEN not in str(error):
+                raise
+            self._finish()  # of a client that ended before its own
 
     def version(self) -> str:
         """The version that the server says it has; "default" before the first one."""
         return str(json.loads(self._send("GET", "weight_info")).get("weight_version"))
-
-    def _start(self) -> None:
-        try:
-            self._post("start_weight_update")
-        except StateError as error:
-            if "already active" not in str(error):
-                raise
-            self._post("finish_weight_update")  # of a client that ended before its own
-            self._post("start_weight_update")
 
     @property
     def _most_s(self) -> float:
