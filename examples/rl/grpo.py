@@ -96,9 +96,11 @@ def work(folder: str, kind: str, rank: int, tasks: Any, answers: Any) -> None:
         answers.put((rank, version, bits_of(model), pause_ms, sample(model, prompts, random).numpy()))
 
 
-def learn(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> float:
+def learn(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, vocabulary: int = VOCABULARY
+) -> float:
     """A step on answers [prompts * GROUP, 1 + LENGTH]. Returns their mean reward."""
-    rewards = (tokens[:, 1:] < VOCABULARY // 4).float().mean(1)
+    rewards = (tokens[:, 1:] < vocabulary // 4).float().mean(1)
     groups = rewards.view(-1, GROUP)
     advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
     log_chances = logits_of(model, tokens[:, :-1]).log_softmax(-1)

@@ -7,6 +7,9 @@ checkpoint of each version whole, by vLLM's own reload.
 from __future__ import annotations
 
 import dataclasses
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +29,7 @@ from spccl.sync import Publisher, VllmClient
 ENGINE = ("--weight-transfer-config", '{"backend": "spccl"}')
 PROMPT = [3, 141, 59, 26, 5, 35]
 N_VERSIONS = 5
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "rl" / "grpo_vllm.py"
 DEADLINE_S = 120
 
 pytestmark = pytest.mark.timeout(1500)
@@ -187,6 +191,15 @@ def test_a_folder_of_another_model(trained, loaded, server, tmp_path):
         VllmClient(server.url, tmp_path / "other", timeout_s=DEADLINE_S).open()
     VllmClient(server.url, trained.folder, timeout_s=DEADLINE_S).update(5)
     require_version(server, loaded, 5, tmp_path)
+
+
+def test_the_example(trained, loaded, server, tmp_path):
+    """examples/rl/grpo_vllm.py as a user runs it."""
+    command = [sys.executable, str(EXAMPLE), "--url", server.url, "--folder", str(tmp_path / "run"), "--steps", "3"]
+    done = subprocess.run([*command, "--lr", "1e-4"], capture_output=True, text=True, timeout=600)
+    steps = re.findall(r"^step (\d): reward [\d.]+, version (\d): ([\d.]+)% changed", done.stdout, re.M)
+    assert done.returncode == 0 and [(n, v) for n, v, _ in steps] == [("0", "1"), ("1", "2"), ("2", "3")], done
+    assert all(0 < float(changed) < 90 for _, _, changed in steps[1:])
 
 
 def test_a_server_that_repacks(trained, tmp_path):
