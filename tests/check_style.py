@@ -30,7 +30,6 @@ ALLOWED_PARAMETERS: dict[str, str] = {
     "csrc/core/run/boot.c:store_get": "arguments of the store's callback, and the parts of the key",
     "csrc/core/format/codec.c:sp_codec_write": "the slice, the format and the result of its scan; two callers",
     "csrc/core/format/format.c:sp_frame_write_header": "one parameter per field of the header",
-    "csrc/core/plan/sched_check.c:sp_plan_check": "the plans, the collective, and the size of the simulation",
     "csrc/transport/start/rendezvous.c:call": "a request and its reply, for both set and get",
     "csrc/transport/local/ringlink.c:sp_ring_link_init": "two directions of a link, two parameters each",
 }

@@ -26,7 +26,7 @@ static const struct {
     bool rank_order;
     unsigned measured;     /* BIT of each collective that shows its density to all ranks */
     unsigned input_to_all; /* BIT of each collective that sends the input to all ranks */
-} schedules[SP_N_SCHEDULES] = {
+} schedules[SP_N_SCHEDULES + 1] = {
     [SP_SCHED_DIRECT] = {"direct", sp_sched_direct, ALL_COLLS, true, MEASURED,
                          BIT(SP_ALL_GATHER) | BIT(SP_BROADCAST)},
     [SP_SCHED_ONESHOT] = {"oneshot", sp_sched_oneshot, BIT(SP_ALL_REDUCE) | BIT(SP_BROADCAST), true, MEASURED,
@@ -35,6 +35,7 @@ static const struct {
                           BIT(SP_ALL_GATHER) | BIT(SP_BROADCAST)},
     [SP_SCHED_RING] = {"ring", sp_sched_ring, ALL_COLLS & ~BIT(SP_BROADCAST), false, 0, 0},
     [SP_SCHED_HIERARCHICAL] = {"hierarchical", sp_sched_hier, ALL_COLLS, false, 0, 0},
+    [SP_SCHED_FILE] = {"file", NULL, 0, false, 0, 0},
 };
 
 bool sp_schedule_has(sp_schedule schedule, sp_coll coll)
@@ -59,7 +60,7 @@ bool sp_schedule_sends_input_to_all(sp_schedule schedule, sp_coll coll)
 
 const char *sp_schedule_name(sp_schedule schedule)
 {
-    return (unsigned)schedule < SP_N_SCHEDULES ? schedules[schedule].name : "?";
+    return (unsigned)schedule <= SP_SCHED_FILE ? schedules[schedule].name : "?";
 }
 
 void sp_part_range(size_t n_elems, int n_parts, int part, size_t *off, size_t *len)
@@ -79,11 +80,13 @@ sp_step *sp_plan_add(sp_plan_builder *b, sp_step_kind kind, int part, size_t src
     s = &b->plan->steps[b->plan->n_steps++];
     *s = (sp_step){.kind = kind,
                    .part = part,
+                   .chunk = part,
                    .queue_in = SP_QUEUE_INPUT,
                    .queue_out = SP_QUEUE_INPUT,
                    .after = -1,
                    .turn = SP_NO_TURN,
                    .own_before = b->plan->rank,
+                   .n_readers = 1,
                    .src_off = src_off,
                    .dst_off = dst_off,
                    .n_elems = n_elems};
@@ -154,7 +157,7 @@ spccl_status sp_plan_create(sp_schedule schedule, const sp_plan_args *args, sp_p
     plan->name = schedules[schedule].name;
     plan->rank = args->rank;
     plan->world_size = args->world_size;
-    plan->block_slices = 1;
+    plan->block_slices = plan->n_slots = 1;
     plan->steps = (sp_step *)(plan + 1);
     plan->ranks = (int *)(plan->steps + steps_cap);
     if (!sp_schedule_has(schedule, args->coll) || !schedules[schedule].build(&b, args)) {

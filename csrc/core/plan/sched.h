@@ -12,8 +12,8 @@
  *   - a step that keeps its slice has a free buffer
  *
  * Steps with the same number `turn` take turns: block_slices slices of the first such step, then of the next one,
- * and after the last one the next block_slices of the first. A rank keeps at most block_slices slices; slice k
- * lies in kept buffer k % block_slices from the step that keeps it until the step that sends it. */
+ * and after the last one the next block_slices of the first. A rank keeps at most block_slices slices in each of its
+ * slots; slice k lies in kept buffer k % block_slices of a slot from the step that keeps it until its last reader. */
 #ifndef SP_SCHED_H
 #define SP_SCHED_H
 
@@ -28,11 +28,11 @@
 typedef enum sp_step_kind {
     SP_STEP_SEND,   /* `source` -> every rank in `to` */
     SP_STEP_RECV,   /* one rank in `from` -> out[dst_off ..]; relayed unchanged to every rank in `to` */
-    SP_STEP_REDUCE, /* all of `from` and in[src_off ..], in order -> out[dst_off ..] and every rank in `to` */
+    SP_STEP_REDUCE, /* all of `from` and `source`, in order -> out[dst_off ..] and every rank in `to` */
     SP_STEP_COPY    /* in[src_off ..] -> out[dst_off ..] on this rank */
 } sp_step_kind;
 
-/* What a SEND sends. */
+/* What a SEND sends. What a REDUCE adds of this rank: SP_SOURCE_IN, or SP_SOURCE_KEPT_SUM. */
 typedef enum sp_source {
     SP_SOURCE_IN,          /* in[src_off ..] */
     SP_SOURCE_OUT,         /* out[dst_off ..] */
@@ -45,6 +45,7 @@ typedef enum sp_source {
 typedef struct sp_step {
     sp_step_kind kind;
     int part;      /* number of the part in envelopes and texts; unique per queue and pair of ranks */
+    int chunk;     /* which elements of the array; without a plan from a file: `part` */
     int queue_in;  /* queue of the messages from `from` */
     int queue_out; /* queue of the messages to `to` */
     int after;     /* index of the step that must do slice k first; -1 = none */
@@ -52,12 +53,15 @@ typedef struct sp_step {
     int from, n_from;                 /* senders: plan->ranks[from .. from+n_from) */
     int to, n_to;                     /* receivers: plan->ranks[to .. to+n_to) */
     int turn;                         /* SP_NO_TURN, or the number that the steps which take turns share */
-    int own_before;   /* REDUCE: index in `from` before which this rank's own values are added */
+    int own_before; /* REDUCE: index in `from` before which `source` is added; -1: nothing of this rank is added */
     bool adds_sums;   /* REDUCE: messages may hold sums of several ranks, in the dtype of the accumulator */
     bool gives_sum;   /* REDUCE: the sum is not divided, rounded or written: it goes to `to`, or is kept */
-    bool keeps;       /* REDUCE, RECV: keep the sum, or the message, for a later SEND */
-    sp_source source; /* SEND */
-    sp_hop hop;       /* SEND */
+    bool keeps;       /* REDUCE, RECV: keep the sum, or the message, for later steps */
+    sp_source source; /* SEND, REDUCE */
+    int source_slot;  /* of SP_SOURCE_KEPT_SUM and SP_SOURCE_KEPT_MESSAGE */
+    int keep_slot;
+    int n_readers; /* steps that read what this step keeps */
+    sp_hop hop;    /* SEND */
 } sp_step;
 
 typedef struct sp_plan {
@@ -66,6 +70,7 @@ typedef struct sp_plan {
     int n_steps;
     int n_turns;      /* numbers of turns are 0 .. n_turns - 1 */
     int block_slices; /* see above */
+    int n_slots;
     sp_step *steps;
     int *ranks; /* the ranks of all steps */
 } sp_plan;
@@ -104,7 +109,8 @@ typedef enum sp_schedule {
     SP_SCHED_RELAYED,
     SP_SCHED_RING,
     SP_SCHED_HIERARCHICAL,
-    SP_N_SCHEDULES
+    SP_N_SCHEDULES,
+    SP_SCHED_FILE = SP_N_SCHEDULES /* a plan from a file (plan_file.h) */
 } sp_schedule;
 const char *sp_schedule_name(sp_schedule schedule);
 /* True if the schedule has this collective. */
@@ -137,15 +143,40 @@ bool sp_plan_takes(const sp_plan *plan, int queue, int from, int part);
  * last that is not empty. */
 void sp_part_range(size_t n_elems, int n_parts, int part, size_t *off, size_t *len);
 
-/* Simulate the plans of all ranks, with n_slices per step and queues of queue_cap messages. Checks that
+/* What sp_plan_check is told. */
+typedef struct sp_check_args {
+    sp_plan *const *plans; /* [world_size] made for n_elems and root */
+    int world_size, root;
+    sp_coll coll;
+    size_t n_elems;
+    int n_chunks;       /* all_gather, reduce_scatter: chunks of one block; sp_step.chunk counts them */
+    int n_slices;       /* of the longest step; shorter ones have fewer */
+    int queue_cap;      /* messages */
+    bool fixed_order;   /* also check what only plans from files must keep (sched_order.c) */
+    spccl_status fault; /* status of what is found */
+} sp_check_args;
+
+/* What the check learned. */
+typedef struct sp_proof {
+    bool rank_order;     /* every sum is 0 + rank 0 + rank 1 + ... */
+    bool sends_sums;     /* some message, or kept slice, has the accumulator's dtype */
+    int n_hops;          /* messages, one after the other, on the longest way */
+    uint64_t n_messages; /* for each slice */
+    int chunks_sent_max; /* of the rank that sends most */
+} sp_proof;
+
+/* Simulate the plans of all ranks, with queues of queue_cap messages. Checks that
  *   - each message arrives at the step that expects it, in order
  *   - no step waits for ever
- *   - no kept slice is overwritten before it is sent, and each is sent by the step for its part
+ *   - no kept slice is overwritten before it is read, and each is read as often as its writer says
  *   - each output element is written once, from the data of every rank that it needs
- * Steps with fewer elements than the longest one have fewer slices. All plans [world_size] are made for n_elems
- * and root. For tests and for new schedules.
- * Errors: BUG (the text names plan and rank), NOMEM, ARG. */
-spccl_status sp_plan_check(sp_plan *const *plans, int world_size, sp_coll coll, size_t n_elems, int root,
-                           int n_slices, int queue_cap);
+ *   - the ranks of an all-reduce add in one order
+ * out may be NULL. Errors: args.fault (the text names plan, rank and step), NOMEM, ARG. */
+spccl_status sp_plan_check(const sp_check_args *args, sp_proof *out);
+
+/* The part of the check that holds for plans from files (sched_order.c): what proves that one simulation stands for all
+ * runs, and that a call may be in place. done [world_size][steps_cap]: a number for each step that rises along all
+ * waits. Errors: args.fault, NOMEM. */
+spccl_status sp_plan_check_order(const sp_check_args *args, const uint32_t *done, int steps_cap);
 
 #endif

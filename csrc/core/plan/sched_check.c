@@ -1,17 +1,20 @@
 /* sched_check.c - simulates the plans of all ranks. See sp_plan_check in sched.h.
- * Each message carries the set of ranks whose data it holds. A part that lacks a rank's data, or holds it twice,
- * is an error. A queue holds at most queue_cap messages, so plans that can deadlock stop here. */
+ * Each message carries the number of its value: which contributions it holds, and how they were added (sched_sums.h).
+ * A queue holds at most queue_cap messages, so plans that can deadlock stop here. */
 #include "core/base/bits.h"
 #include "core/base/mem.h"
 #include "core/plan/sched.h"
+#include "core/plan/sched_sums.h"
 
+#include <stdarg.h>
+#include <stdio.h>
 #include <string.h>
 
-#define RANKS_MAX 64
-
 typedef struct message {
-    int part, slice;
-    uint64_t holds; /* bit r: the message holds data of rank r */
+    int part, chunk, slice;
+    int value;     /* of sched_sums.h */
+    bool finished; /* the result of an all-reduce */
+    int hops;
 } message;
 
 typedef struct queue {
@@ -24,30 +27,52 @@ typedef struct turn {
 } turn;
 
 typedef struct kept_slice {
-    bool taken;
+    int n_readers, writer;
     message m;
 } kept_slice;
 
 typedef struct check {
+    const sp_check_args *a;
     sp_plan *const *plans;
-    int world_size, n_slices, queue_cap;
-    sp_coll coll;
+    int world_size;
     size_t slice_elems;                 /* the longest step has n_slices slices */
     queue *queues;                      /* [from][to][queue] */
     int *next;                          /* [rank][step]: the step's next slice */
+    uint32_t *done;                     /* [rank][step]: when the step did slice 0 */
     turn *turns;                        /* [rank][turn] */
     kept_slice *kept;                   /* [rank][kept buffer] */
+    bool *dirty;                        /* [rank]: a step of the rank may be ready */
+    int *results;                       /* [chunk]: value of the output + 1; 0: not known yet */
     int steps_cap, turns_cap, kept_cap; /* of the longest plan */
+    int chunks_cap;
+    uint32_t n_done;
+    sp_sums sums;
+    sp_proof proof;
 } check;
+
+static spccl_status fault(const check *c, int rank, const sp_step *s, const char *fmt, ...)
+    __attribute__((format(printf, 4, 5)));
+
+static spccl_status fault(const check *c, int rank, const sp_step *s, const char *fmt, ...)
+{
+    char text[300];
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(text, sizeof text, fmt, args);
+    va_end(args);
+    return SP_FAIL(c->a->fault, "plan %s, rank %d, step %d: %s", c->plans[rank]->name, rank,
+                   (int)(s - c->plans[rank]->steps), text);
+}
 
 static int slices_of(const check *c, const sp_step *s)
 {
     return (int)sp_ceil_div(s->n_elems, c->slice_elems);
 }
 
-static kept_slice *kept_at(const check *c, int rank, int k)
+static kept_slice *kept_at(const check *c, int rank, int slot, int k)
 {
-    return &c->kept[rank * c->kept_cap + k % c->plans[rank]->block_slices];
+    int block = c->plans[rank]->block_slices;
+    return &c->kept[rank * c->kept_cap + slot * block + k % block];
 }
 
 /* Pass the turn on to the next step with slices in the block. */
@@ -73,14 +98,14 @@ static bool is_turn_of(const check *c, int rank, const sp_step *s, int k)
     return t->step == (int)(s - c->plans[rank]->steps) && t->block == k / c->plans[rank]->block_slices;
 }
 
-static queue *queue_of(check *c, int from, int to, int queue_number)
+static queue *queue_of(const check *c, int from, int to, int queue_number)
 {
     return &c->queues[(from * c->world_size + to) * SP_N_QUEUES + queue_number];
 }
 
 /* True if the step can run slice k now: step `after` has finished slice k, it is the step's turn, a kept buffer is free,
  * each input queue has a message, each output queue has space. */
-static bool slice_ready(check *c, int rank, const sp_step *s, int k)
+static bool slice_ready(const check *c, int rank, const sp_step *s, int k)
 {
     const sp_plan *plan = c->plans[rank];
     if (s->after >= 0) {
@@ -88,7 +113,8 @@ static bool slice_ready(check *c, int rank, const sp_step *s, int k)
         if (done <= k && done < slices_of(c, &plan->steps[s->after]))
             return false;
     }
-    if ((s->turn != SP_NO_TURN && !is_turn_of(c, rank, s, k)) || (s->keeps && kept_at(c, rank, k)->taken))
+    if ((s->turn != SP_NO_TURN && !is_turn_of(c, rank, s, k)) ||
+        (s->keeps && kept_at(c, rank, s->keep_slot, k)->n_readers != 0))
         return false;
     for (int i = 0; i < s->n_from; i++) {
         int from = plan->ranks[s->from + i];
@@ -99,85 +125,150 @@ static bool slice_ready(check *c, int rank, const sp_step *s, int k)
             return false; /* it is for another step */
     }
     for (int i = 0; i < s->n_to; i++)
-        if (queue_of(c, rank, plan->ranks[s->to + i], s->queue_out)->n >= c->queue_cap)
+        if (queue_of(c, rank, plan->ranks[s->to + i], s->queue_out)->n >= c->a->queue_cap)
             return false;
     return true;
 }
 
-/* Take the messages of slice k. *holds gets the ranks whose data they hold, and this rank if it adds its own. */
-static spccl_status take_messages(check *c, int rank, const sp_step *s, int k, uint64_t *holds)
+/* What a step sends or adds of what this rank has: its input, a kept slice, or its output. */
+static spccl_status find_own(const check *c, int rank, const sp_step *s, int k, message *out)
 {
-    const sp_plan *plan = c->plans[rank];
-    *holds = s->kind == SP_STEP_RECV ? 0 : UINT64_C(1) << rank;
-    for (int i = 0; i < s->n_from; i++) {
-        int from = plan->ranks[s->from + i];
-        queue *q = queue_of(c, from, rank, s->queue_in);
-        message m = q->fifo[0];
-        bool in_order = i == 0 || from > plan->ranks[s->from + i - 1];
-        bool own_in_order = (i < s->own_before) == (from < rank);
-        if (s->kind == SP_STEP_REDUCE && !s->adds_sums && !(in_order && own_in_order))
-            return SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: contributions are not in rank order", plan->name,
-                           rank);
-        if (m.part != s->part || m.slice != k)
-            return SP_FAIL(SPCCL_ERR_BUG,
-                           "plan %s, rank %d: got part %d slice %d from rank %d, wanted part %d slice %d",
-                           plan->name, rank, m.part, m.slice, from, s->part, k);
-        if ((*holds & m.holds) != 0)
-            return SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: part %d holds a rank's data twice", plan->name,
-                           rank, s->part);
-        *holds |= m.holds;
-        memmove(q->fifo, q->fifo + 1, (size_t)--q->n * sizeof m);
-    }
-    return SPCCL_OK;
-}
-
-/* What a step sends that an earlier step of this rank has made. */
-static spccl_status find_made(check *c, int rank, const sp_step *s, int k, uint64_t *holds)
-{
-    kept_slice *kept = kept_at(c, rank, k);
+    kept_slice *kept;
+    *out = (message){.part = s->part, .chunk = s->chunk, .slice = k, .value = rank};
+    if (s->source == SP_SOURCE_IN)
+        return SPCCL_OK;
     if (s->source == SP_SOURCE_OUT) {
-        *holds = UINT64_MAX >> (RANKS_MAX - c->world_size);
-        return s->after >= 0 && c->plans[rank]->steps[s->after].part == s->part
-                   ? SPCCL_OK
-                   : SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: part %d is sent before it is in the output",
-                             c->plans[rank]->name, rank, s->part);
+        const sp_step *writer = s->after >= 0 ? &c->plans[rank]->steps[s->after] : NULL;
+        if (writer == NULL || writer->chunk != s->chunk || writer->kind == SP_STEP_SEND || writer->gives_sum)
+            return fault(c, rank, s, "chunk %d is sent before it is in the output", s->chunk);
+        out->finished = true;
+        if (c->results[s->chunk] != 0)
+            out->value = c->results[s->chunk] - 1;
+        return SPCCL_OK;
     }
-    if (!kept->taken || kept->m.part != s->part || kept->m.slice != k)
-        return SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: part %d slice %d is sent, but not kept",
-                       c->plans[rank]->name, rank, s->part, k);
-    kept->taken = false;
-    *holds = kept->m.holds;
+    kept = kept_at(c, rank, s->source_slot, k);
+    if (kept->n_readers == 0 || kept->writer != s->after || kept->m.chunk != s->chunk || kept->m.slice != k)
+        return fault(c, rank, s, "slice %d of chunk %d is read from slot %d, where no step keeps it", k,
+                     s->chunk, s->source_slot);
+    if (s->source == SP_SOURCE_KEPT_MESSAGE && kept->m.part != s->part)
+        return fault(c, rank, s, "a kept message has number %d, not %d", kept->m.part, s->part);
+    kept->n_readers--;
+    *out = kept->m;
+    out->part = s->part;
     return SPCCL_OK;
 }
 
-/* Run slice k of a step that is ready. */
-static spccl_status run_slice(check *c, int rank, const sp_step *s, int k)
+/* Take the message of the i-th sender. */
+static spccl_status take(const check *c, int rank, const sp_step *s, int i, int k, message *out)
 {
-    const sp_plan *plan = c->plans[rank];
-    uint64_t holds = 0, all = UINT64_MAX >> (RANKS_MAX - c->world_size);
-    bool is_result =
-        (s->kind == SP_STEP_REDUCE && !s->gives_sum) || (s->kind == SP_STEP_RECV && c->coll == SP_ALL_REDUCE);
-    if (s->source != SP_SOURCE_IN)
-        SP_TRY(find_made(c, rank, s, k, &holds));
-    else
-        SP_TRY(take_messages(c, rank, s, k, &holds));
-    if (is_result && holds != all)
-        return SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: the result of part %d lacks the data of a rank",
-                       plan->name, rank, s->part);
-    if (s->keeps)
-        *kept_at(c, rank, k) = (kept_slice){true, {s->part, k, holds}};
-    for (int i = 0; i < s->n_to; i++) {
-        queue *q = queue_of(c, rank, plan->ranks[s->to + i], s->queue_out);
-        q->fifo[q->n++] = (message){s->part, k, holds};
+    int from = c->plans[rank]->ranks[s->from + i];
+    queue *q = queue_of(c, from, rank, s->queue_in);
+    *out = q->fifo[0];
+    if (out->part != s->part || out->slice != k || out->chunk != s->chunk)
+        return fault(c, rank, s,
+                     "rank %d sent slice %d of message %d (chunk %d), wanted slice %d of %d (chunk %d)", from,
+                     out->slice, out->part, out->chunk, k, s->part, s->chunk);
+    memmove(q->fifo, q->fifo + 1, (size_t)--q->n * sizeof *out);
+    c->dirty[from] = true;
+    return SPCCL_OK;
+}
+
+static spccl_status add(check *c, int rank, const sp_step *s, const message *term, message *sum)
+{
+    if (term->finished)
+        return fault(c, rank, s, "a finished result of chunk %d is added to a sum", s->chunk);
+    if ((sp_sums_holds(&c->sums, term->value) & sp_sums_holds(&c->sums, sum->value)) != 0)
+        return fault(c, rank, s, "the sum of chunk %d holds a rank's data twice", s->chunk);
+    if (term->hops > sum->hops)
+        sum->hops = term->hops;
+    return sp_sums_add(&c->sums, sum->value, term->value, &sum->value);
+}
+
+static spccl_status reduce(check *c, int rank, const sp_step *s, int k, message *out)
+{
+    const int *from = &c->plans[rank]->ranks[s->from];
+    *out = (message){.part = s->part, .chunk = s->chunk, .slice = k, .value = c->world_size};
+    for (int i = 0; i <= s->n_from; i++) {
+        message m;
+        if (i == s->own_before) {
+            SP_TRY(find_own(c, rank, s, k, &m));
+            SP_TRY(add(c, rank, s, &m, out));
+        }
+        if (i == s->n_from)
+            break;
+        if (!s->adds_sums && ((i > 0 && from[i] < from[i - 1]) || (i < s->own_before) != (from[i] < rank)))
+            return fault(c, rank, s, "contributions are not in rank order");
+        SP_TRY(take(c, rank, s, i, k, &m));
+        SP_TRY(add(c, rank, s, &m, out));
     }
-    if (s->turn != SP_NO_TURN && ((k + 1) % plan->block_slices == 0 || k + 1 == slices_of(c, s)))
-        pass_turn(c, rank, s->turn);
+    if (s->gives_sum)
+        c->proof.sends_sums = true;
+    out->finished = !s->gives_sum;
+    return SPCCL_OK;
+}
+
+/* The message is what the step writes to the output: does it hold what belongs there? */
+static spccl_status check_output(check *c, int rank, const sp_step *s, const message *m)
+{
+    uint64_t all = UINT64_MAX >> (SP_SUMS_RANKS_MAX - c->world_size),
+             holds = sp_sums_holds(&c->sums, m->value);
+    int source = c->a->coll == SP_BROADCAST ? c->a->root : s->chunk / c->a->n_chunks;
+    int *result = &c->results[s->chunk];
+    if (c->a->coll == SP_ALL_GATHER || c->a->coll == SP_BROADCAST) {
+        *result = source + 1;
+        return m->value == source
+                   ? SPCCL_OK
+                   : fault(c, rank, s, "the output of chunk %d is not the data of rank %d", s->chunk, source);
+    }
+    if (holds != all)
+        return fault(c, rank, s, "the result of chunk %d lacks the data of rank %u", s->chunk,
+                     sp_ctz64(all & ~holds));
+    if (!m->finished)
+        return fault(c, rank, s, "a sum of chunk %d that is not finished is written to the output", s->chunk);
+    if (m->value != c->sums.in_order)
+        c->proof.rank_order = false;
+    if (*result != 0 && *result != m->value + 1)
+        return fault(c, rank, s, "chunk %d is added in another order than on another rank", s->chunk);
+    *result = m->value + 1;
     return SPCCL_OK;
 }
 
 static bool writes_output(const sp_step *s)
 {
     return s->kind != SP_STEP_SEND && !s->gives_sum;
+}
+
+/* Run slice k of a step that is ready. */
+static spccl_status run_slice(check *c, int rank, const sp_step *s, int k)
+{
+    const sp_plan *plan = c->plans[rank];
+    message m;
+    if (s->kind == SP_STEP_REDUCE)
+        SP_TRY(reduce(c, rank, s, k, &m));
+    else if (s->kind == SP_STEP_RECV)
+        SP_TRY(take(c, rank, s, 0, k, &m));
+    else
+        SP_TRY(find_own(c, rank, s, k, &m));
+    if (writes_output(s))
+        SP_TRY(check_output(c, rank, s, &m));
+    if (s->keeps) {
+        kept_slice *kept = kept_at(c, rank, s->keep_slot, k);
+        *kept = (kept_slice){s->n_readers, (int)(s - plan->steps), m};
+    }
+    if (s->n_to != 0)
+        m.hops++;
+    if (m.hops > c->proof.n_hops)
+        c->proof.n_hops = m.hops;
+    for (int i = 0; i < s->n_to; i++) {
+        queue *q = queue_of(c, rank, plan->ranks[s->to + i], s->queue_out);
+        q->fifo[q->n++] = m;
+        c->dirty[plan->ranks[s->to + i]] = true;
+    }
+    if (s->turn != SP_NO_TURN && ((k + 1) % plan->block_slices == 0 || k + 1 == slices_of(c, s)))
+        pass_turn(c, rank, s->turn);
+    if (k == 0)
+        c->done[rank * c->steps_cap + (int)(s - plan->steps)] = c->n_done++;
+    return SPCCL_OK;
 }
 
 /* Exactly one step must write each element of the output. */
@@ -194,102 +285,148 @@ static spccl_status check_coverage(const check *c, int rank, size_t out_elems)
             const sp_step *b = &plan->steps[j];
             if (writes_output(b) && a->dst_off < b->dst_off + b->n_elems &&
                 b->dst_off < a->dst_off + a->n_elems)
-                return SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: steps %d and %d write the same elements",
-                               plan->name, rank, j, i);
+                return fault(c, rank, a, "step %d writes the same elements", j);
         }
     }
     if (covered != out_elems)
-        return SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: the steps write %zu elements, wanted %zu",
+        return SP_FAIL(c->a->fault, "plan %s, rank %d: its steps write %zu of %zu elements of the output",
                        plan->name, rank, covered, out_elems);
+    return SPCCL_OK;
+}
+
+/* Run every step of a rank that is ready. */
+static spccl_status run_rank(check *c, int r)
+{
+    c->dirty[r] = false;
+    for (int i = 0; i < c->plans[r]->n_steps; i++) {
+        const sp_step *s = &c->plans[r]->steps[i];
+        int *k = &c->next[r * c->steps_cap + i];
+        if (*k >= slices_of(c, s) || !slice_ready(c, r, s, *k))
+            continue;
+        SP_TRY(run_slice(c, r, s, *k));
+        ++*k;
+        c->dirty[r] = true;
+    }
+    return SPCCL_OK;
+}
+
+/* Nothing can run any more: is everything done? */
+static spccl_status check_end(const check *c)
+{
+    for (int r = 0; r < c->world_size; r++)
+        for (int i = 0; i < c->plans[r]->n_steps; i++) {
+            const sp_step *s = &c->plans[r]->steps[i];
+            int k = c->next[r * c->steps_cap + i];
+            if (k < slices_of(c, s))
+                return fault(c, r, s,
+                             "deadlock: with space for %d message per queue it waits for ever at slice %d",
+                             c->a->queue_cap, k);
+        }
+    for (int i = 0; i < c->world_size * c->world_size * SP_N_QUEUES; i++)
+        if (c->queues[i].n != 0)
+            return SP_FAIL(c->a->fault, "plan %s: message %d from rank %d to rank %d is never read",
+                           c->plans[0]->name, c->queues[i].fifo[0].part, i / SP_N_QUEUES / c->world_size,
+                           i / SP_N_QUEUES % c->world_size);
+    for (int i = 0; i < c->world_size * c->kept_cap; i++)
+        if (c->kept[i].n_readers != 0)
+            return SP_FAIL(c->a->fault, "plan %s, rank %d, step %d: it keeps chunk %d, and no step reads it",
+                           c->plans[0]->name, i / c->kept_cap, c->kept[i].writer, c->kept[i].m.chunk);
     return SPCCL_OK;
 }
 
 static spccl_status run_all(check *c)
 {
-    bool progressed = true, left = true;
-    while (progressed) {
-        progressed = left = false;
+    bool any = true;
+    for (int r = 0; r < c->world_size; r++) {
+        c->dirty[r] = true;
+        for (int i = 0; i < c->plans[r]->n_turns; i++) {
+            c->turns[r * c->turns_cap + i].step = -1;
+            pass_turn(c, r, i);
+        }
+    }
+    while (any) {
+        any = false;
         for (int r = 0; r < c->world_size; r++)
-            for (int i = 0; i < c->plans[r]->n_steps; i++) {
-                int *k = &c->next[r * c->steps_cap + i];
-                if (*k >= slices_of(c, &c->plans[r]->steps[i]))
-                    continue;
-                left = true;
-                if (!slice_ready(c, r, &c->plans[r]->steps[i], *k))
-                    continue;
-                SP_TRY(run_slice(c, r, &c->plans[r]->steps[i], *k));
-                ++*k;
-                progressed = true;
+            if (c->dirty[r]) {
+                SP_TRY(run_rank(c, r));
+                any = true;
             }
     }
-    for (int r = 0; r < c->world_size && left; r++)
-        for (int i = 0; i < c->plans[r]->n_steps; i++)
-            if (c->next[r * c->steps_cap + i] < slices_of(c, &c->plans[r]->steps[i]))
-                return SP_FAIL(SPCCL_ERR_BUG, "plan %s: deadlock: rank %d waits in step %d at slice %d",
-                               c->plans[r]->name, r, i, c->next[r * c->steps_cap + i]);
-    for (int i = 0; i < c->world_size * c->world_size * SP_N_QUEUES; i++)
-        if (c->queues[i].n != 0)
-            return SP_FAIL(SPCCL_ERR_BUG, "plan %s: a message from rank %d to rank %d is never read",
-                           c->plans[0]->name, i / SP_N_QUEUES / c->world_size,
-                           i / SP_N_QUEUES % c->world_size);
-    for (int i = 0; i < c->world_size * c->kept_cap; i++)
-        if (c->kept[i].taken)
-            return SP_FAIL(SPCCL_ERR_BUG, "plan %s: rank %d keeps part %d and never sends it",
-                           c->plans[0]->name, i / c->kept_cap, c->kept[i].m.part);
-    return SPCCL_OK;
+    return check_end(c);
 }
 
-/* The bounds of the tables, and the slice size. */
+/* The bounds of the tables, the slice size, and what is sent. */
 static void measure(check *c)
 {
     size_t longest = 1;
     for (int r = 0; r < c->world_size; r++) {
         const sp_plan *p = c->plans[r];
+        int n_sent = 0, n_kept = p->n_slots * p->block_slices;
         c->steps_cap = p->n_steps > c->steps_cap ? p->n_steps : c->steps_cap;
         c->turns_cap = p->n_turns > c->turns_cap ? p->n_turns : c->turns_cap;
-        c->kept_cap = p->block_slices > c->kept_cap ? p->block_slices : c->kept_cap;
-        for (int i = 0; i < p->n_steps; i++)
+        c->kept_cap = n_kept > c->kept_cap ? n_kept : c->kept_cap;
+        for (int i = 0; i < p->n_steps; i++) {
             longest = sp_max_size(longest, p->steps[i].n_elems);
+            n_sent += p->steps[i].n_to;
+            c->chunks_cap = p->steps[i].chunk >= c->chunks_cap ? p->steps[i].chunk + 1 : c->chunks_cap;
+        }
+        c->proof.n_messages += (uint64_t)n_sent;
+        c->proof.chunks_sent_max = n_sent > c->proof.chunks_sent_max ? n_sent : c->proof.chunks_sent_max;
     }
-    c->slice_elems = sp_ceil_div(longest, (size_t)c->n_slices);
+    c->slice_elems = sp_ceil_div(longest, (size_t)c->a->n_slices);
 }
 
-spccl_status sp_plan_check(sp_plan *const *plans, int world_size, sp_coll coll, size_t n_elems, int root,
-                           int n_slices, int queue_cap)
+static spccl_status allocate(check *c, message **messages)
 {
-    check c = {
-        .plans = plans, .world_size = world_size, .n_slices = n_slices, .queue_cap = queue_cap, .coll = coll};
-    size_t n_ranks = (size_t)world_size, n_queues = n_ranks * n_ranks * SP_N_QUEUES;
-    spccl_status st = SPCCL_OK;
+    size_t n_ranks = (size_t)c->world_size, n_queues = n_ranks * n_ranks * SP_N_QUEUES;
+    c->queues = sp_calloc(n_queues, sizeof *c->queues);
+    c->next = sp_calloc(n_ranks * (size_t)c->steps_cap, sizeof *c->next);
+    c->done = sp_calloc(n_ranks * (size_t)c->steps_cap, sizeof *c->done);
+    c->turns = sp_calloc(n_ranks * (size_t)(c->turns_cap + 1), sizeof *c->turns);
+    c->kept = sp_calloc(n_ranks * (size_t)c->kept_cap, sizeof *c->kept);
+    c->dirty = sp_calloc(n_ranks, sizeof *c->dirty);
+    c->results = sp_calloc((size_t)c->chunks_cap, sizeof *c->results);
+    *messages = sp_calloc(n_queues * (size_t)c->a->queue_cap, sizeof **messages);
+    if (c->queues == NULL || c->next == NULL || c->done == NULL || c->turns == NULL || c->kept == NULL ||
+        c->dirty == NULL || c->results == NULL || *messages == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "sp_plan_check of %d ranks", c->world_size);
+    for (size_t i = 0; i < n_queues; i++)
+        c->queues[i].fifo = *messages + i * (size_t)c->a->queue_cap;
+    return sp_sums_init(&c->sums, c->world_size);
+}
+
+static spccl_status check_all(check *c)
+{
+    const sp_check_args *a = c->a;
+    size_t out_elems = a->coll == SP_ALL_GATHER ? a->n_elems * (size_t)a->world_size : a->n_elems;
+    for (int r = 0; r < c->world_size; r++) /* the root of a broadcast writes nothing */
+        SP_TRY(check_coverage(c, r, a->coll == SP_BROADCAST && r == a->root ? 0 : out_elems));
+    SP_TRY(run_all(c));
+    return a->fixed_order ? sp_plan_check_order(a, c->done, c->steps_cap) : SPCCL_OK;
+}
+
+spccl_status sp_plan_check(const sp_check_args *a, sp_proof *out)
+{
+    check c = {.a = a, .plans = a->plans, .world_size = a->world_size, .proof.rank_order = true};
     message *messages = NULL;
-    if (world_size < 1 || world_size > RANKS_MAX)
-        return SP_FAIL(SPCCL_ERR_ARG, "sp_plan_check: %d ranks, wanted 1 to %d", world_size, RANKS_MAX);
+    spccl_status st;
+    if (a->world_size < 1 || a->world_size > SP_SUMS_RANKS_MAX)
+        return SP_FAIL(SPCCL_ERR_ARG, "sp_plan_check: %d ranks, wanted 1 to %d", a->world_size,
+                       SP_SUMS_RANKS_MAX);
     measure(&c);
-    c.queues = sp_calloc(n_queues, sizeof *c.queues);
-    c.next = sp_calloc(n_ranks * (size_t)c.steps_cap, sizeof *c.next);
-    c.turns = sp_calloc(n_ranks * (size_t)(c.turns_cap + 1), sizeof *c.turns);
-    c.kept = sp_calloc(n_ranks * (size_t)c.kept_cap, sizeof *c.kept);
-    messages = sp_calloc(n_queues * (size_t)queue_cap, sizeof *messages);
-    if (c.queues == NULL || c.next == NULL || c.turns == NULL || c.kept == NULL || messages == NULL)
-        st = SP_FAIL(SPCCL_ERR_NOMEM, "sp_plan_check of %d ranks", world_size);
-    for (size_t i = 0; st == SPCCL_OK && i < n_queues; i++)
-        c.queues[i].fifo = messages + i * (size_t)queue_cap;
-    for (int r = 0; st == SPCCL_OK && r < world_size; r++) {
-        size_t out_elems = coll == SP_ALL_GATHER ? n_elems * (size_t)world_size : n_elems;
-        /* The root of a broadcast writes nothing. */
-        st = check_coverage(&c, r, coll == SP_BROADCAST && r == root ? 0 : out_elems);
-    }
-    for (int r = 0; st == SPCCL_OK && r < world_size; r++)
-        for (int i = 0; i < plans[r]->n_turns; i++) {
-            c.turns[r * c.turns_cap + i].step = -1;
-            pass_turn(&c, r, i);
-        }
+    st = allocate(&c, &messages);
     if (st == SPCCL_OK)
-        st = run_all(&c);
+        st = check_all(&c);
+    if (st == SPCCL_OK && out != NULL)
+        *out = c.proof;
+    sp_sums_fini(&c.sums);
     sp_free(c.queues);
     sp_free(c.next);
+    sp_free(c.done);
     sp_free(c.turns);
     sp_free(c.kept);
+    sp_free(c.dirty);
+    sp_free(c.results);
     sp_free(messages);
     return st;
 }

@@ -73,10 +73,10 @@ typedef struct sp_turn {
     uint32_t block;
 } sp_turn;
 
-/* A kept buffer: it holds a slice that one step keeps and a later one sends. */
+/* A kept buffer: it holds a slice that one step keeps and later ones send or add. */
 typedef struct sp_kept {
     uint8_t *data; /* a sum in the accumulator's dtype, or a message */
-    int step;      /* the step that keeps it; -1: the buffer is free */
+    int n_readers; /* steps that have not read it yet; 0: the buffer is free */
     size_t bytes;  /* of the message */
     spccl_format format;
 } sp_kept;
@@ -100,7 +100,7 @@ struct sp_op {
     int n_steps_left;
     sp_turn *turns;          /* [n_turns] */
     sp_densities *densities; /* [slices of the longest step]; NULL: no hop has a threshold */
-    sp_kept *kept;           /* [block_slices]; NULL: no step keeps a slice */
+    sp_kept *kept;           /* [n_slots][block_slices]; NULL: no step keeps a slice */
     size_t kept_bytes;       /* capacity of the buffer of each */
     void *order_memory;      /* the three above */
     sp_measured measured;

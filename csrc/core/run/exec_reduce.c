@@ -13,11 +13,13 @@
  * listed. Otherwise it divides the whole slice in the output. */
 #define WRITE_BACK_SPARSITY 4
 
-/* Combine one contribution, or the sum of several, with the accumulator. frame NULL: this rank's own values. */
+/* Combine one contribution, or the sum of several, with the accumulator. frame NULL: this rank's own values, or the
+ * sum that it has kept. */
 static spccl_status accumulate(sp_exec *x, const sp_slice *s, void *acc, const sp_frame *frame, bool *first)
 {
     const sp_coll_args *a = &s->op->a;
-    spccl_dtype acc_dtype = sp_acc_dtype(a->dtype), dtype = frame != NULL ? frame->dtype : a->dtype;
+    spccl_dtype acc_dtype = sp_acc_dtype(a->dtype);
+    spccl_dtype dtype = frame != NULL ? frame->dtype : s->read != NULL ? acc_dtype : a->dtype;
     bool adds = a->redop == SPCCL_SUM || a->redop == SPCCL_AVG;
     const void *values = s->src;
     if (frame != NULL && adds && frame->format != SPCCL_FORMAT_DENSE) {
@@ -112,8 +114,9 @@ static bool can_reduce_in_place(const sp_exec *x, const sp_slice *s)
 {
     const sp_coll_args *a = &s->op->a;
     size_t nnz = 0;
-    if (s->step->gives_sum || s->step->adds_sums || s->dst != s->src || s->step->n_to == 0 ||
-        x->links->rank > 1 || (a->redop != SPCCL_SUM && a->redop != SPCCL_AVG) ||
+    if (s->step->gives_sum || s->step->adds_sums || s->step->n_from != x->links->world_size - 1 ||
+        s->read != NULL || s->dst != s->src || s->step->n_to == 0 || x->links->rank > 1 ||
+        (a->redop != SPCCL_SUM && a->redop != SPCCL_AVG) ||
         (a->dtype != SPCCL_FLOAT32 && a->dtype != SPCCL_FLOAT64))
         return false;
     for (int r = 0; r < x->links->world_size; r++) {
@@ -168,16 +171,17 @@ static spccl_status reduce_in_place(sp_exec *x, const sp_slice *s)
     return sp_slice_commit(x, s, &e);
 }
 
-/* Make a sum that this rank keeps or sends on. */
+/* Make a sum that this rank keeps, or sends on, or both. */
 static spccl_status reduce_to_sum(sp_exec *x, const sp_slice *s)
 {
     sp_encoded e = {0};
-    if (s->step->keeps) {
-        s->kept->step = s->step_idx;
-        return accumulate_all(x, s, s->kept->data);
-    }
-    SP_TRY(accumulate_all(x, s, x->acc));
-    SP_TRY(sp_slice_encode(x, s, x->acc, &e));
+    void *sum = s->step->keeps ? s->kept->data : x->acc;
+    SP_TRY(accumulate_all(x, s, sum));
+    if (s->step->keeps)
+        s->kept->n_readers = s->step->n_readers;
+    if (s->step->n_to == 0)
+        return SPCCL_OK;
+    SP_TRY(sp_slice_encode(x, s, sum, &e));
     return sp_slice_commit(x, s, &e);
 }
 
@@ -203,5 +207,7 @@ spccl_status sp_reduce_run(sp_exec *x, sp_slice *s)
             sp_measure_message(x, s, msg, x->frames[sp_slice_rank(s, s->step->from + i)].nnz);
         SP_TRY(sp_slice_release(x, s, i, bytes));
     }
+    if (s->read != NULL)
+        s->read->n_readers--;
     return SPCCL_OK;
 }

@@ -211,17 +211,21 @@ static sp_slice slice_of(const sp_exec *x, int op_idx, int step_idx)
                   .k = op->next_slice[step_idx]};
     s.off = (size_t)s.k * op->a.slice_elems;
     s.n = sp_min_size(op->a.slice_elems, s.step->n_elems - s.off);
-    s.kept = sp_op_kept(op, step_idx, s.k);
-    s.out_dtype =
-        s.step->gives_sum || s.step->source == SP_SOURCE_KEPT_SUM ? sp_acc_dtype(op->a.dtype) : op->a.dtype;
+    if (s.step->keeps)
+        s.kept = sp_op_kept(op, s.step->keep_slot, s.k);
+    if (s.step->source == SP_SOURCE_KEPT_SUM || s.step->source == SP_SOURCE_KEPT_MESSAGE)
+        s.read = sp_op_kept(op, s.step->source_slot, s.k);
+    s.out_dtype = s.step->gives_sum || (s.step->kind == SP_STEP_SEND && s.step->source == SP_SOURCE_KEPT_SUM)
+                      ? sp_acc_dtype(op->a.dtype)
+                      : op->a.dtype;
     if (op->a.in != NULL)
         s.src = (const uint8_t *)op->a.in + (s.step->src_off + s.off) * op->elem_bytes;
     if (op->a.out != NULL)
         s.dst = (uint8_t *)op->a.out + (s.step->dst_off + s.off) * sp_dtype_bytes(sp_coll_out_dtype(&op->a));
     if (s.step->source == SP_SOURCE_OUT)
         s.src = s.dst;
-    else if (s.step->source != SP_SOURCE_IN)
-        s.src = s.kept->data;
+    else if (s.read != NULL)
+        s.src = s.read->data;
     return s;
 }
 
@@ -378,16 +382,16 @@ static spccl_status run_send(sp_exec *x, const sp_slice *s)
 {
     sp_encoded e = {0};
     bool is_message = s->step->source == SP_SOURCE_KEPT_MESSAGE;
-    SP_TRY(sp_slice_space(x, s, is_message ? s->kept->bytes : sp_slice_bound(s)));
+    SP_TRY(sp_slice_space(x, s, is_message ? s->read->bytes : sp_slice_bound(s)));
     if (is_message) {
-        SP_TRY(pass_on(x, s, s->kept->data, s->kept->bytes, s->kept->format));
+        SP_TRY(pass_on(x, s, s->read->data, s->read->bytes, s->read->format));
     } else {
         SP_TRY(sp_slice_encode(x, s, s->src, &e));
         sp_measure_sent(x, s, &e);
         SP_TRY(sp_slice_commit(x, s, &e));
     }
-    if (s->kept != NULL)
-        s->kept->step = -1;
+    if (s->read != NULL)
+        s->read->n_readers--;
     return SPCCL_OK;
 }
 
@@ -400,7 +404,7 @@ static spccl_status keep_message(const sp_exec *x, const sp_slice *s, const uint
                           SP_FAIL(SPCCL_ERR_FRAME, "its message has %zu bytes, wanted at most %zu", bytes,
                                   s->op->kept_bytes));
     memcpy(s->kept->data, msg, bytes);
-    s->kept->step = s->step_idx;
+    s->kept->n_readers = s->step->n_readers;
     s->kept->bytes = bytes;
     s->kept->format = format;
     return SPCCL_OK;

@@ -14,7 +14,8 @@ typedef struct sp_slice {
     size_t off, n;          /* elements [off, off + n) of the part */
     const uint8_t *src;     /* what is sent or added of this rank's */
     uint8_t *dst;           /* where its output goes */
-    sp_kept *kept;          /* the kept buffer of a step that keeps the slice or sends a kept one */
+    sp_kept *kept;          /* the buffer in which the step keeps the slice; NULL: none */
+    sp_kept *read;          /* the buffer that it sends or adds; NULL: none */
     spccl_dtype out_dtype;  /* of what is sent: the accumulator's for a sum that is not finished */
     uint64_t n_contributed; /* REDUCE: listed elements of the contributions from other ranks */
 } sp_slice;
@@ -60,8 +61,8 @@ spccl_status sp_op_order_init(sp_op *op);
 bool sp_step_is_due(const sp_op *op, int step_idx);
 /* The step has done a slice: pass the turn on if its block is done. */
 void sp_op_slice_done(sp_op *op, int step_idx);
-/* The buffer in which the step keeps slice k, or from which it sends it. NULL: the step does neither. */
-sp_kept *sp_op_kept(const sp_op *op, int step_idx, uint32_t k);
+/* The buffer for slice k in a slot. */
+sp_kept *sp_op_kept(const sp_op *op, int slot, uint32_t k);
 
 /* ---- exec_measure.c: densities and rates for the choice of later schedules (choose.h) ---- */
 

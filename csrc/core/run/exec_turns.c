@@ -59,7 +59,8 @@ static bool plan_keeps(const sp_plan *plan)
 spccl_status sp_op_order_init(sp_op *op)
 {
     const sp_plan *plan = op->plan;
-    size_t n_densities = n_density_records(op), n_kept = plan_keeps(plan) ? (size_t)plan->block_slices : 0;
+    size_t n_densities = n_density_records(op);
+    size_t n_kept = plan_keeps(plan) ? (size_t)plan->n_slots * (size_t)plan->block_slices : 0;
     size_t table_bytes;
     uint8_t *p;
     op->kept_bytes = kept_bytes_of(op);
@@ -78,7 +79,7 @@ spccl_status sp_op_order_init(sp_op *op)
     op->turns = (sp_turn *)(void *)(p + n_kept * sizeof(sp_kept));
     op->densities = n_densities != 0 ? (sp_densities *)(void *)(op->turns + plan->n_turns) : NULL;
     for (size_t i = 0; i < n_kept; i++)
-        op->kept[i] = (sp_kept){.data = p + table_bytes + i * op->kept_bytes, .step = -1};
+        op->kept[i] = (sp_kept){.data = p + table_bytes + i * op->kept_bytes};
     for (int i = 0; i < plan->n_turns; i++) {
         op->turns[i].step = -1;
         pass_turn(op, i, &op->turns[i]);
@@ -86,11 +87,10 @@ spccl_status sp_op_order_init(sp_op *op)
     return SPCCL_OK;
 }
 
-sp_kept *sp_op_kept(const sp_op *op, int step_idx, uint32_t k)
+sp_kept *sp_op_kept(const sp_op *op, int slot, uint32_t k)
 {
-    const sp_step *s = &op->plan->steps[step_idx];
-    bool sends = s->source == SP_SOURCE_KEPT_SUM || s->source == SP_SOURCE_KEPT_MESSAGE;
-    return s->keeps || sends ? &op->kept[k % (uint32_t)op->plan->block_slices] : NULL;
+    uint32_t block = (uint32_t)op->plan->block_slices;
+    return &op->kept[(uint32_t)slot * block + k % block];
 }
 
 bool sp_step_is_due(const sp_op *op, int step_idx)
@@ -104,7 +104,7 @@ bool sp_step_is_due(const sp_op *op, int step_idx)
     }
     if (s->after >= 0 && op->next_slice[s->after] <= k && has_slice(op, s->after, op->next_slice[s->after]))
         return false;
-    return !s->keeps || sp_op_kept(op, step_idx, k)->step < 0;
+    return !s->keeps || sp_op_kept(op, s->keep_slot, k)->n_readers == 0;
 }
 
 void sp_op_slice_done(sp_op *op, int step_idx)
