@@ -100,6 +100,31 @@ SPCCL_API spccl_status spccl_signs_sum(const spccl_signs_sum_options *options, v
 SPCCL_API spccl_status spccl_signs_decode(const void *rows, size_t n_chunks, float *out, int device,
                                           void *stream);
 
+/* ---- plan files: schedules that users write ------------------------------------------------------- */
+/* docs/SCHEDULES.md has the text, and what the check refuses. */
+typedef struct spccl_plan_info {
+    size_t struct_bytes;    /* sizeof(spccl_plan_info) */
+    char name[32];          /* as in the file */
+    const char *collective; /* "all_reduce"; static */
+    int32_t n_ranks;
+    int32_t n_hosts;  /* 0: any hosts */
+    int32_t root;     /* of a broadcast; -1: of none */
+    int32_t n_chunks; /* of the array, or of one rank's block in all_gather and reduce_scatter */
+    int32_t
+        rank_order; /* 1: adds in rank order from +0.0, so results have the bits of the automatic choice */
+    int32_t sends_sums;  /* 1: sums of 16-bit floats travel as float32 */
+    int32_t n_steps;     /* of the rank that has most */
+    int32_t n_hops;      /* messages on the longest way, one after the other */
+    int32_t kept_slices; /* slices that a rank keeps: its scratch memory */
+    int32_t chunks_sent; /* of the rank that sends most */
+    uint64_t n_messages; /* of all ranks, for each slice */
+    uint64_t line;       /* of the plan in the text */
+    uint64_t hash;       /* of the text: ranks of a group compare it */
+} spccl_plan_info;
+/* Check the i-th plan of a text, as a group that loads it does. Errors: SETTING (the text of the error names plan, rank,
+ * step and reason), ARG (no i-th plan), NOMEM. */
+SPCCL_API spccl_status spccl_plan_check(const void *text, size_t bytes, size_t i, spccl_plan_info *out);
+
 /* ---- pruned all-reduces in two stages ------------------------------------------------------------- */
 /* spccl_cuda_prune_all_reduce in two calls with the same arguments. Stage 1 does on its `stream` what need not wait for
  * earlier all-reduces: all pruning, or with lists at most the thresholds. Stage 2 does the rest, on the stream of the

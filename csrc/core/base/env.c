@@ -16,8 +16,8 @@ static const sp_env_var vars[SP_N_ENV] = {
                        "auto, tile, pici, coo, dense", 0, 0, NULL},
     [SP_ENV_SCHEDULE] = {"SPCCL_SCHEDULE", "auto",
                          "schedule of collectives: auto, direct, relayed, oneshot (all-reduce, broadcast); "
-                         "CPUs: ring, hierarchical",
-                         "auto, direct, oneshot, relayed, ring, hierarchical", 0, 0, NULL},
+                         "CPUs: ring, hierarchical, file:PATH of a plan file (docs/SCHEDULES.md)",
+                         "auto, direct, oneshot, relayed, ring, hierarchical, file:PATH", 0, 0, NULL},
     [SP_ENV_TRANSPORTS] = {"SPCCL_TRANSPORTS", "inproc,shm,ib,ncclnet,tcp",
                            "transports that a pair of ranks tries, in order", NULL, 0, 0, NULL},
     [SP_ENV_HOST_ID] =
@@ -158,13 +158,16 @@ spccl_status sp_env_number(sp_env_id id, int64_t *out)
     return SPCCL_OK;
 }
 
-/* Is `word` one of the words of `list`, "auto, fd, ipc"? */
+/* Is `word` one of the words of `list`, "auto, fd, ipc"? A word that ends in PATH stands for any end: "file:PATH". */
 static int is_in_list(const char *word, const char *list)
 {
     size_t n = strlen(word);
     for (const char *at = list; *at != '\0'; at += strspn(at, ", ")) {
         size_t length = strcspn(at, ",");
         if (length == n && strncmp(at, word, n) == 0)
+            return 1;
+        if (length > 4 && strncmp(at + length - 4, "PATH", 4) == 0 && n > length - 4 &&
+            strncmp(at, word, length - 4) == 0)
             return 1;
         at += length;
     }

@@ -25,9 +25,14 @@ spccl_status sp_tune_parse_schedule(const char *text, bool *forced, sp_schedule 
             *out = (sp_schedule)i;
             return SPCCL_OK;
         }
+    if (strncmp(text, SP_TUNE_FILE, strlen(SP_TUNE_FILE)) == 0) {
+        *out = SP_SCHED_FILE;
+        return SPCCL_OK;
+    }
     return SP_FAIL(
         SPCCL_ERR_SETTING,
-        "schedule \"%s\" (SPCCL_SCHEDULE): wanted auto, direct, oneshot, relayed, ring or hierarchical",
+        "schedule \"%s\" (SPCCL_SCHEDULE): wanted auto, direct, oneshot, relayed, ring, hierarchical, or "
+        "file:PATH of a plan file",
         text);
 }
 

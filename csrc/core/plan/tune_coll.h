@@ -5,8 +5,9 @@
 
 #include "core/plan/sched.h"
 
-/* Parse "auto" or the name of a schedule. *forced is false for "auto"; then *out stays as it is.
+/* Parse "auto", the name of a schedule, or "file:PATH". *forced is false for "auto"; then *out stays as it is.
  * Errors: SETTING. */
+#define SP_TUNE_FILE "file:"
 spccl_status sp_tune_parse_schedule(const char *text, bool *forced, sp_schedule *out);
 /* The smallest slice: one pici tile of 8-byte elements. */
 #define SP_SLICE_BYTES_MIN 32768u

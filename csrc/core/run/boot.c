@@ -8,13 +8,14 @@
 #include "core/plan/sched.h"
 
 #include <errno.h>
+#include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/random.h>
 
 #define BOOT_MAGIC 0x54425053u   /* "SPBT" */
 #define BOOT_REFUSAL 0x46525053u /* "SPRF": u32 magic, u32 status, zeros to SP_BOOT_HEAD_BYTES, text */
-#define WIRE_VERSION 6u
+#define WIRE_VERSION 7u
 #define REFUSAL_CAP 600u
 #define REFUSAL_BYTES (SP_BOOT_HEAD_BYTES + REFUSAL_CAP)
 #define KEY_CAP 200
@@ -149,6 +150,7 @@ static spccl_status publish(sp_links *links, const spccl_store *store, const sp_
     memcpy(blob + SP_BOOT_HOST_AT, links->host, SP_HOST_ID_BYTES);
     sp_store_le32(blob + SP_BOOT_SCHEDULE_AT, c->schedule);
     sp_store_le32(blob + SP_BOOT_RATES_AT, c->rates_decide ? 1 : 0);
+    sp_store_le64(blob + SP_BOOT_PLANS_AT, c->plans_hash);
     for (int i = 0; i < links->n_endpoints; i++) {
         const sp_transport *t = links->transports[i];
         bool is_listed = links->endpoints[i] != links->tcp || links->tcp_too;
@@ -226,6 +228,11 @@ spccl_status sp_published_check(const sp_boot_config *c, int peer, const sp_publ
                        "ranks",
                        c->rank, schedule_text(c->schedule),
                        schedule_text(sp_load_le32(blob + SP_BOOT_SCHEDULE_AT)), peer);
+    if (sp_load_le64(blob + SP_BOOT_PLANS_AT) != c->plans_hash)
+        return SP_FAIL(SPCCL_ERR_MISMATCH,
+                       "rank %d: the plan file of SPCCL_SCHEDULE has hash %016" PRIx64 " here, %016" PRIx64
+                       " at rank %d: give all ranks the same file",
+                       c->rank, c->plans_hash, sp_load_le64(blob + SP_BOOT_PLANS_AT), peer);
     return SPCCL_OK;
 }
 

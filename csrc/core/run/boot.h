@@ -50,6 +50,7 @@ typedef struct sp_boot_config {
     size_t queue_bytes;
     uint32_t slice_bytes; /* published, so that ranks with another slice size fail at once */
     uint32_t schedule;    /* likewise: 0 = automatic, else 1 + sp_schedule */
+    uint64_t plans_hash;  /* likewise: of the plan file; 0: none */
     int64_t deadline_ns;
 } sp_boot_config;
 

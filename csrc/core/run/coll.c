@@ -5,6 +5,26 @@
 #include "core/base/dtype.h"
 #include "core/plan/tune_coll.h"
 
+static void take_schedule(const spccl_comm *comm, sp_coll_args *a)
+{
+    a->schedule = comm->schedule;
+    if (comm->plans == NULL) {
+        a->is_forced = comm->schedule_forced && sp_schedule_has(comm->schedule, a->coll);
+        return;
+    }
+    a->written = sp_plan_set_find(comm->plans, a->coll, a->root);
+    a->is_forced = a->written != NULL;
+    a->plans = sp_plan_set_name(comm->plans);
+}
+
+/* Sums have the accumulator's dtype. A schedule of ours sends them if it does not add in rank order. */
+static bool sends_sums(const sp_coll_args *a)
+{
+    if (a->written != NULL)
+        return a->written->proof.sends_sums;
+    return a->is_forced && !sp_schedule_adds_in_rank_order(a->schedule);
+}
+
 static spccl_status submit(spccl_comm *comm, sp_coll_args *a, spccl_request **req)
 {
     sp_op *op = NULL;
@@ -13,12 +33,9 @@ static spccl_status submit(spccl_comm *comm, sp_coll_args *a, spccl_request **re
     spccl_status st;
     SP_TRY(sp_coll_check(comm, a, &total_bytes));
     a->hosts = comm->links.hosts;
-    a->is_forced = comm->schedule_forced && sp_schedule_has(comm->schedule, a->coll);
-    a->schedule = comm->schedule;
+    take_schedule(comm, a);
     a->format = comm->format;
-    /* A schedule that does not add in rank order sends sums, which have the accumulator's dtype. */
-    largest =
-        !a->is_forced || sp_schedule_adds_in_rank_order(a->schedule) ? a->dtype : sp_acc_dtype(a->dtype);
+    largest = sends_sums(a) ? sp_acc_dtype(a->dtype) : a->dtype;
     a->slice_elems =
         sp_tune_slice_elems(comm->slice_bytes, sp_dtype_bytes(largest), a->format, comm->links.message_max);
     if (a->timeout_ms == 0)

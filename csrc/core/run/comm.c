@@ -16,12 +16,20 @@
 #define WORLD_SIZE_MAX 4096
 #define QUEUE_BYTES_MIN 65536
 
-static spccl_status read_schedule(spccl_comm *comm, const char *wanted)
+static spccl_status read_schedule(spccl_comm *comm, const char *wanted, sp_boot_config *boot)
 {
-    SP_TRY(sp_tune_parse_schedule(sp_env_text(SP_ENV_SCHEDULE), &comm->schedule_forced, &comm->schedule));
-    if (comm->schedule_forced || wanted == NULL)
+    const char *text = sp_env_text(SP_ENV_SCHEDULE);
+    SP_TRY(sp_tune_parse_schedule(text, &comm->schedule_forced, &comm->schedule));
+    if (!comm->schedule_forced && wanted != NULL) {
+        text = wanted;
+        SP_TRY(sp_tune_parse_schedule(text, &comm->schedule_forced, &comm->schedule));
+    }
+    boot->schedule = comm->schedule_forced ? 1 + (uint32_t)comm->schedule : 0;
+    if (!comm->schedule_forced || comm->schedule != SP_SCHED_FILE)
         return SPCCL_OK;
-    return sp_tune_parse_schedule(wanted, &comm->schedule_forced, &comm->schedule);
+    SP_TRY(sp_plan_set_read(text + strlen(SP_TUNE_FILE), &comm->plans));
+    boot->plans_hash = sp_plan_set_hash(comm->plans);
+    return SPCCL_OK;
 }
 
 /* The name of this rank's host: SPCCL_HOST_ID, else `given`. */
@@ -55,8 +63,7 @@ static spccl_status read_settings(spccl_comm *comm, const spccl_config *config, 
     SP_TRY(sp_tune_parse_format(sp_env_text(SP_ENV_FORMAT), &comm->format));
     if (comm->format == SPCCL_FORMAT_AUTO)
         comm->format = config->format;
-    SP_TRY(read_schedule(comm, config->schedule));
-    boot->schedule = comm->schedule_forced ? 1 + (uint32_t)comm->schedule : 0;
+    SP_TRY(read_schedule(comm, config->schedule, boot));
     SP_TRY(sp_env_number(SP_ENV_QUEUE_BYTES, &n));
     if ((n & (n - 1)) != 0 || (n != 0 && n < QUEUE_BYTES_MIN))
         return SP_FAIL(SPCCL_ERR_SETTING,
@@ -140,6 +147,7 @@ static spccl_status open_epoll(spccl_comm *comm)
 static void comm_free(spccl_comm *comm)
 {
     sp_exec_fini(&comm->exec);
+    sp_plan_set_destroy(comm->plans);
     if (comm->epoll_fd >= 0)
         close(comm->epoll_fd);
     if (comm->wake_fd >= 0)
@@ -173,6 +181,8 @@ static spccl_status create_comm(const spccl_store *store, const spccl_config *co
     SP_TRY_TO(fail, st, sp_kernels_pick(&comm->kernels));
     boot->deadline_ns = sp_deadline_in_ms(comm->timeout_ms);
     SP_TRY_TO(fail, st, sp_links_open(&comm->links, store, boot));
+    if (comm->plans != NULL)
+        SP_TRY_TO(fail, st, sp_plan_set_select(comm->plans, comm->rank, comm->world_size, comm->links.hosts));
     SP_TRY_TO(fail, st, sp_exec_init(&comm->exec, &comm->links, comm->kernels, comm->slice_bytes));
     SP_TRY_TO(fail, st, open_epoll(comm));
     *out = comm;

@@ -8,6 +8,7 @@
 #define SP_COMM_H
 
 #include "core/base/process.h"
+#include "core/plan/plan_file.h"
 #include "core/run/exec.h"
 
 #include <pthread.h>
@@ -40,6 +41,7 @@ struct spccl_comm {
     spccl_format format;
     bool schedule_forced;
     sp_schedule schedule;
+    sp_plan_set *plans; /* owned; of SP_SCHED_FILE, else NULL */
     size_t slice_bytes;
     char schedule_text[400]; /* of spccl_comm_describe_schedule */
     char local_ip[80];       /* of spccl_comm_local_ip */

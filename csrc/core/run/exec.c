@@ -115,7 +115,9 @@ static spccl_status plan_op(sp_exec *x, sp_op *op)
                        .hosts = op->a.hosts};
     sp_plan *plan = NULL;
     SP_TRY(sp_exec_choose(x, op));
-    SP_TRY(sp_plan_create(op->a.schedule, &pa, &plan));
+    SP_TRY(op->a.written != NULL
+               ? sp_plan_place(op->a.written->plan, &op->a.written->head, op->a.n_elems, &plan)
+               : sp_plan_create(op->a.schedule, &pa, &plan));
     op->next_slice = sp_calloc(2 * (size_t)plan->n_steps + 1, sizeof *op->next_slice);
     if (op->next_slice == NULL) {
         int n_steps = plan->n_steps;

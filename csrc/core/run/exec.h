@@ -10,6 +10,7 @@
 #include "core/format/codec.h"
 #include "core/format/density_rule.h"
 #include "core/plan/choose.h"
+#include "core/plan/plan_file.h"
 #include "core/run/boot.h"
 
 #include <pthread.h>
@@ -35,7 +36,9 @@ typedef struct sp_coll_args {
     int root;
     bool is_forced; /* the schedule: else the executor chooses it */
     sp_schedule schedule;
-    const sp_hosts *hosts; /* borrowed; NULL: one host */
+    const sp_written_plan *written; /* borrowed; of SP_SCHED_FILE, else NULL */
+    const char *plans;              /* borrowed; name of the plan file; NULL: none */
+    const sp_hosts *hosts;          /* borrowed; NULL: one host */
     size_t slice_elems;
     spccl_format format; /* AUTO or forced */
     int64_t timeout_ms;  /* 0: the communicator's */
@@ -114,6 +117,8 @@ typedef struct sp_chosen {
     uint64_t n_elems;
     bool is_forced;
     sp_schedule schedule; /* that was taken: the chosen or the forced one */
+    const char *plans;    /* as in sp_coll_args */
+    const sp_written_plan *written;
     sp_choice choice;
 } sp_chosen;
 

@@ -62,6 +62,8 @@ static void note_choice(sp_exec *x, const sp_op *op, const sp_choice *choice)
                      .n_elems = op->a.n_elems,
                      .is_forced = op->a.is_forced,
                      .schedule = op->a.schedule,
+                     .plans = op->a.plans,
+                     .written = op->a.written,
                      .choice = *choice};
     pthread_mutex_unlock(&x->choices_mu);
     if (other && sp_exec_describe_choice(x, i, text, sizeof text))
@@ -90,7 +92,7 @@ spccl_status sp_exec_choose(sp_exec *x, sp_op *op)
 bool sp_exec_describe_choice(sp_exec *x, size_t i, char *text, size_t cap)
 {
     sp_chosen c = {.coll = SP_N_COLLS};
-    char why[TEXT_CAP];
+    char why[TEXT_CAP], from[120] = "";
     pthread_mutex_lock(&x->choices_mu);
     if (i < x->n_choices && i < SP_EXEC_CHOICES)
         c = x->choices[i];
@@ -99,7 +101,11 @@ bool sp_exec_describe_choice(sp_exec *x, size_t i, char *text, size_t cap)
         return false;
     c.choice.schedule = c.schedule;
     sp_choice_describe(&c.choice, why, sizeof why);
-    snprintf(text, cap, "%s of %llu %s: %s%s", sp_coll_name(c.coll), (unsigned long long)c.n_elems,
-             sp_dtype_name(c.dtype), c.is_forced ? "forced " : "", why);
+    if (c.written != NULL)
+        snprintf(from, sizeof from, "plan %s of %s, ", c.written->head.name, c.plans);
+    else if (c.plans != NULL)
+        snprintf(from, sizeof from, "%s has no plan for it, ", c.plans);
+    snprintf(text, cap, "%s of %llu %s: %s%s%s", sp_coll_name(c.coll), (unsigned long long)c.n_elems,
+             sp_dtype_name(c.dtype), from, c.is_forced ? "forced " : "", why);
     return true;
 }

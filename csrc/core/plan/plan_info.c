@@ -1,0 +1,52 @@
+/* plan_info.c - spccl_plan_check: the check of plan files for the command and for programs. */
+#include "core/base/abi.h"
+#include "core/plan/plan_file.h"
+#include "spccl_experimental.h"
+
+#include <string.h>
+
+/* Read and check the plan whose head was just read. */
+static spccl_status check_plan(sp_plan_reader *r, const sp_plan_head *h, spccl_plan_info *info)
+{
+    sp_plan *plans[SP_PLAN_RANKS_MAX];
+    sp_proof proof = {0};
+    spccl_status st;
+    SP_TRY(sp_plan_text_steps(r, h, plans));
+    st = sp_plan_check_written(h, plans, &proof);
+    for (int i = 0; i < h->n_ranks; i++) {
+        info->n_steps = plans[i]->n_steps > info->n_steps ? plans[i]->n_steps : info->n_steps;
+        sp_plan_destroy(plans[i]);
+    }
+    memcpy(info->name, h->name, sizeof info->name);
+    info->collective = sp_coll_name(h->coll);
+    info->n_ranks = h->n_ranks;
+    info->n_hosts = h->n_hosts;
+    info->root = h->root;
+    info->n_chunks = h->n_chunks;
+    info->rank_order = proof.rank_order;
+    info->sends_sums = proof.sends_sums;
+    info->n_hops = proof.n_hops;
+    info->kept_slices = h->n_slots * h->block_slices;
+    info->chunks_sent = proof.chunks_sent_max;
+    info->n_messages = proof.n_messages;
+    info->line = (uint64_t)h->line;
+    return st;
+}
+
+spccl_status spccl_plan_check(const void *text, size_t bytes, size_t i, spccl_plan_info *out)
+{
+    spccl_plan_info info = {.hash = sp_plan_hash(text, bytes)};
+    sp_plan_reader r;
+    sp_plan_head h = {0};
+    bool found = false;
+    if (text == NULL || out == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_plan_check: %s is NULL", text == NULL ? "text" : "out");
+    SP_TRY(sp_plan_text_open(text, bytes, &r));
+    for (size_t at = 0; at <= i; at++) {
+        SP_TRY(sp_plan_text_next(&r, &h, &found));
+        if (!found)
+            return SP_FAIL(SPCCL_ERR_ARG, "spccl_plan_check: no plan %zu: the text has %zu", i, at);
+    }
+    SP_TRY(check_plan(&r, &h, &info));
+    return sp_result_copy("spccl_plan_info", &info, sizeof info, out);
+}
