@@ -48,73 +48,74 @@ static void test_good(void)
     CHECK_FAILS(spccl_plan_check(PAIRS, strlen(PAIRS), 1, &info), SPCCL_ERR_ARG, "the text has 1");
 }
 
-/* One fault each. Those without a plan are in the text; the others only the simulation finds. */
+/* One fault each. Those before "Simulated" are in the text; the others only the simulation finds. */
+static const struct {
+    const char *text, *why;
+} bad[] = {
+    {"", "it does not begin with"},
+    {"spccl-plan 2\nend\n", "version 2, this spccl reads 1"},
+    {HEAD RANK_0 RANK_1, "line 11: the file ends before \"end\""},
+    {HEAD RANK_0 "end\n", "wanted \"rank 1\""},
+    {PAIRS "rank 2\n", "something follows"},
+    {"spccl-plan 1\nplan all_reduce x ranks=65 hosts=any chunks=1\nend\n", "sets of 64 ranks"},
+    {"spccl-plan 1\nplan all_reduce x ranks=4 hosts=2x3 chunks=1\nend\n", "2 hosts of 3 ranks are not 4"},
+    {"spccl-plan 1\nplan broadcast x ranks=4 hosts=any chunks=1\nend\n", "a broadcast has root=R"},
+    {"spccl-plan 1\nplan all_reduce x ranks=4 hosts=any chunks=1 block=16 slots=9\nend\n",
+     "keeps 144 slices (slots times block), wanted at most 128: more than the queues have"},
+    {"spccl-plan 1\nplan all_reduce x ranks=4 hosts=any chunks=99999999999999999999\nend\n",
+     "wanted 1 to 1024"},
+    {PLAN("send chunk=2 src=in to=1@input\n", ""), "chunk=2: wanted 0 to 1"},
+    {PLAN("send chunk=1 src=in to=0@input\n", ""), "rank 0, step 0"},
+    {PLAN("send chunk=1 src=in to=1,1@input\n", ""), "has rank 1 twice"},
+    {PLAN("send chunk=1 src=slot1 to=1@input\n", ""), "wanted in, out, or slot0 to slot0"},
+    {PLAN("send chunk=1 src=slot0 to=1@input after=1\nsend chunk=0 src=in to=1@input\n", ""),
+     "it reads slot 0, which step 1 does not write"},
+    {PLAN("send chunk=1 src=out to=1@input\n", ""), "it has after="},
+    {PLAN("copy chunk=1\n", ""), "a copy is for the own block of an all_gather"},
+    {PLAN("reduce chunk=0 own=in at=0 keep=0\n", ""), "no step reads what it keeps"},
+    /* Simulated. */
+    {PLAN("reduce chunk=0 own=in at=0 out\n", ""), "rank 0: its steps write 128 of 256 elements"},
+    {PLAN("reduce chunk=0 own=in at=0 out\nreduce chunk=1 own=in at=0 out\n",
+          "reduce chunk=0 own=in at=0 out\nreduce chunk=1 own=in at=0 out\n"),
+     "rank 0, step 0: the result of chunk 0 lacks the data of rank 1"},
+    {HEAD "rank 0\nsend chunk=1 src=out after=1 to=1@input\n"
+          "reduce chunk=0 from=1@input own=in at=0 out to=1@result\n"
+          "recv chunk=1 from=1@result out\n" RANK_1 "end\n",
+     "rank 0, step 0: chunk 1 is sent before it is in the output"},
+    {HEAD "rank 0\nsend chunk=1 src=in to=1@input after=2\n"
+          "reduce chunk=0 from=1@input own=in at=0 out to=1@result\n"
+          "recv chunk=1 from=1@result out\n" RANK_1 "end\n",
+     "rank 0, step 0: deadlock"},
+    {HEAD "rank 0\nsend chunk=1 src=in to=1@input\nsend chunk=0 src=in to=1@input\n"
+          "reduce chunk=0 from=1@input own=in at=0 out to=1@result\n"
+          "recv chunk=1 from=1@result out\n" RANK_1 "end\n",
+     "deadlock"},
+    /* Each rank adds its own values last: the orders differ, and so would NaNs. */
+    {HEAD "rank 0\nsend chunk=1 src=in to=1@input\nsend chunk=0 src=in to=1@result\n"
+          "reduce chunk=0 from=1@input own=in at=1 out\nreduce chunk=1 from=1@result own=in at=1 out\n"
+          "rank 1\nsend chunk=0 src=in to=0@input\nsend chunk=1 src=in to=0@result\n"
+          "reduce chunk=1 from=0@input own=in at=1 out\nreduce chunk=0 from=0@result own=in at=1 out\n"
+          "end\n",
+     "is added in another order than on another rank"},
+    /* Everyone sends everything, and nothing says that the result comes after the send: not in place. */
+    {HEAD "rank 0\nsend chunk=1 src=in to=1@input\nsend chunk=0 src=in to=1@result\n"
+          "reduce chunk=0 from=1@input own=in at=0 out\nreduce chunk=1 from=1@result own=in at=0 out\n"
+          "rank 1\nsend chunk=0 src=in to=0@input\nsend chunk=1 src=in to=0@result\n"
+          "reduce chunk=1 from=0@input own=in at=1 out\nreduce chunk=0 from=0@result own=in at=1 out\n"
+          "end\n",
+     "rank 0, step 2: it may write the output of chunk 0 before another step has read the input"},
+    /* Two steps on one queue. */
+    {HEAD "rank 0\nsend chunk=1 src=in to=1@input\nsend chunk=0 src=in to=1@input\n"
+          "reduce chunk=0 from=1@input own=in at=0 out after=1\n"
+          "reduce chunk=1 from=1@input own=in at=0 out after=0\n"
+          "rank 1\nsend chunk=1 src=in to=0@input\nsend chunk=0 src=in to=0@input\n"
+          "reduce chunk=1 from=0@input own=in at=1 out after=0\n"
+          "reduce chunk=0 from=0@input own=in at=1 out after=1\nend\n",
+     "sends on the same queue as step 0, but does not take turns"},
+};
+
 static void test_refused(void)
 {
-    static const struct {
-        const char *text, *why;
-    } bad[] = {
-        {"", "it does not begin with"},
-        {"spccl-plan 2\nend\n", "version 2, this spccl reads 1"},
-        {HEAD RANK_0 RANK_1, "line 11: the file ends before \"end\""},
-        {HEAD RANK_0 "end\n", "wanted \"rank 1\""},
-        {PAIRS "rank 2\n", "something follows"},
-        {"spccl-plan 1\nplan all_reduce x ranks=65 hosts=any chunks=1\nend\n", "sets of 64 ranks"},
-        {"spccl-plan 1\nplan all_reduce x ranks=4 hosts=2x3 chunks=1\nend\n", "2 hosts of 3 ranks are not 4"},
-        {"spccl-plan 1\nplan broadcast x ranks=4 hosts=any chunks=1\nend\n", "a broadcast has root=R"},
-        {"spccl-plan 1\nplan all_reduce x ranks=4 hosts=any chunks=1 block=16 slots=9\nend\n",
-         "keeps 144 slices (slots times block), wanted at most 128: more than the queues have"},
-        {"spccl-plan 1\nplan all_reduce x ranks=4 hosts=any chunks=99999999999999999999\nend\n",
-         "wanted 1 to 1024"},
-        {PLAN("send chunk=2 src=in to=1@input\n", ""), "chunk=2: wanted 0 to 1"},
-        {PLAN("send chunk=1 src=in to=0@input\n", ""), "rank 0, step 0"},
-        {PLAN("send chunk=1 src=in to=1,1@input\n", ""), "has rank 1 twice"},
-        {PLAN("send chunk=1 src=slot1 to=1@input\n", ""), "wanted in, out, or slot0 to slot0"},
-        {PLAN("send chunk=1 src=slot0 to=1@input after=1\nsend chunk=0 src=in to=1@input\n", ""),
-         "it reads slot 0, which step 1 does not write"},
-        {PLAN("send chunk=1 src=out to=1@input\n", ""), "it has after="},
-        {PLAN("copy chunk=1\n", ""), "a copy is for the own block of an all_gather"},
-        {PLAN("reduce chunk=0 own=in at=0 keep=0\n", ""), "no step reads what it keeps"},
-        /* Simulated. */
-        {PLAN("reduce chunk=0 own=in at=0 out\n", ""), "rank 0: its steps write 128 of 256 elements"},
-        {PLAN("reduce chunk=0 own=in at=0 out\nreduce chunk=1 own=in at=0 out\n",
-              "reduce chunk=0 own=in at=0 out\nreduce chunk=1 own=in at=0 out\n"),
-         "rank 0, step 0: the result of chunk 0 lacks the data of rank 1"},
-        {HEAD "rank 0\nsend chunk=1 src=out after=1 to=1@input\n"
-              "reduce chunk=0 from=1@input own=in at=0 out to=1@result\n"
-              "recv chunk=1 from=1@result out\n" RANK_1 "end\n",
-         "rank 0, step 0: chunk 1 is sent before it is in the output"},
-        {HEAD "rank 0\nsend chunk=1 src=in to=1@input after=2\n"
-              "reduce chunk=0 from=1@input own=in at=0 out to=1@result\n"
-              "recv chunk=1 from=1@result out\n" RANK_1 "end\n",
-         "rank 0, step 0: deadlock"},
-        {HEAD "rank 0\nsend chunk=1 src=in to=1@input\nsend chunk=0 src=in to=1@input\n"
-              "reduce chunk=0 from=1@input own=in at=0 out to=1@result\n"
-              "recv chunk=1 from=1@result out\n" RANK_1 "end\n",
-         "deadlock"},
-        /* Each rank adds its own values last: the orders differ, and so would NaNs. */
-        {HEAD "rank 0\nsend chunk=1 src=in to=1@input\nsend chunk=0 src=in to=1@result\n"
-              "reduce chunk=0 from=1@input own=in at=1 out\nreduce chunk=1 from=1@result own=in at=1 out\n"
-              "rank 1\nsend chunk=0 src=in to=0@input\nsend chunk=1 src=in to=0@result\n"
-              "reduce chunk=1 from=0@input own=in at=1 out\nreduce chunk=0 from=0@result own=in at=1 out\n"
-              "end\n",
-         "is added in another order than on another rank"},
-        /* Everyone sends everything, and nothing says that the result comes after the send: not in place. */
-        {HEAD "rank 0\nsend chunk=1 src=in to=1@input\nsend chunk=0 src=in to=1@result\n"
-              "reduce chunk=0 from=1@input own=in at=0 out\nreduce chunk=1 from=1@result own=in at=0 out\n"
-              "rank 1\nsend chunk=0 src=in to=0@input\nsend chunk=1 src=in to=0@result\n"
-              "reduce chunk=1 from=0@input own=in at=1 out\nreduce chunk=0 from=0@result own=in at=1 out\n"
-              "end\n",
-         "rank 0, step 2: it may write the output of chunk 0 before another step has read the input"},
-        /* Two steps on one queue. */
-        {HEAD "rank 0\nsend chunk=1 src=in to=1@input\nsend chunk=0 src=in to=1@input\n"
-              "reduce chunk=0 from=1@input own=in at=0 out after=1\n"
-              "reduce chunk=1 from=1@input own=in at=0 out after=0\n"
-              "rank 1\nsend chunk=1 src=in to=0@input\nsend chunk=0 src=in to=0@input\n"
-              "reduce chunk=1 from=0@input own=in at=1 out after=0\n"
-              "reduce chunk=0 from=0@input own=in at=1 out after=1\nend\n",
-         "sends on the same queue as step 0, but does not take turns"},
-    };
     spccl_plan_info info;
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
         CHECK_FAILS(check_text(bad[i].text, strlen(bad[i].text), &info), SPCCL_ERR_SETTING, bad[i].why);

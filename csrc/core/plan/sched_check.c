@@ -39,6 +39,7 @@ typedef struct check {
     queue *queues;                      /* [from][to][queue] */
     int *next;                          /* [rank][step]: the step's next slice */
     uint32_t *done;                     /* [rank][step]: when the step did slice 0 */
+    int *hops;                          /* [rank][step]: messages before what the step made */
     turn *turns;                        /* [rank][turn] */
     kept_slice *kept;                   /* [rank][kept buffer] */
     bool *dirty;                        /* [rank]: a step of the rank may be ready */
@@ -142,6 +143,7 @@ static spccl_status find_own(const check *c, int rank, const sp_step *s, int k, 
         if (writer == NULL || writer->chunk != s->chunk || writer->kind == SP_STEP_SEND || writer->gives_sum)
             return fault(c, rank, s, "chunk %d is sent before it is in the output", s->chunk);
         out->finished = true;
+        out->hops = c->hops[rank * c->steps_cap + s->after];
         if (c->results[s->chunk] != 0)
             out->value = c->results[s->chunk] - 1;
         return SPCCL_OK;
@@ -255,6 +257,7 @@ static spccl_status run_slice(check *c, int rank, const sp_step *s, int k)
         kept_slice *kept = kept_at(c, rank, s->keep_slot, k);
         *kept = (kept_slice){s->n_readers, (int)(s - plan->steps), m};
     }
+    c->hops[rank * c->steps_cap + (int)(s - plan->steps)] = m.hops;
     if (s->n_to != 0)
         m.hops++;
     if (m.hops > c->proof.n_hops)
@@ -382,13 +385,14 @@ static spccl_status allocate(check *c, message **messages)
     c->queues = sp_calloc(n_queues, sizeof *c->queues);
     c->next = sp_calloc(n_ranks * (size_t)c->steps_cap, sizeof *c->next);
     c->done = sp_calloc(n_ranks * (size_t)c->steps_cap, sizeof *c->done);
+    c->hops = sp_calloc(n_ranks * (size_t)c->steps_cap, sizeof *c->hops);
     c->turns = sp_calloc(n_ranks * (size_t)(c->turns_cap + 1), sizeof *c->turns);
     c->kept = sp_calloc(n_ranks * (size_t)c->kept_cap, sizeof *c->kept);
     c->dirty = sp_calloc(n_ranks, sizeof *c->dirty);
     c->results = sp_calloc((size_t)c->chunks_cap, sizeof *c->results);
     *messages = sp_calloc(n_queues * (size_t)c->a->queue_cap, sizeof **messages);
-    if (c->queues == NULL || c->next == NULL || c->done == NULL || c->turns == NULL || c->kept == NULL ||
-        c->dirty == NULL || c->results == NULL || *messages == NULL)
+    if (c->queues == NULL || c->next == NULL || c->done == NULL || c->hops == NULL || c->turns == NULL ||
+        c->kept == NULL || c->dirty == NULL || c->results == NULL || *messages == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "sp_plan_check of %d ranks", c->world_size);
     for (size_t i = 0; i < n_queues; i++)
         c->queues[i].fifo = *messages + i * (size_t)c->a->queue_cap;
@@ -423,6 +427,7 @@ spccl_status sp_plan_check(const sp_check_args *a, sp_proof *out)
     sp_free(c.queues);
     sp_free(c.next);
     sp_free(c.done);
+    sp_free(c.hops);
     sp_free(c.turns);
     sp_free(c.kept);
     sp_free(c.dirty);

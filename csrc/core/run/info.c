@@ -79,9 +79,30 @@ static spccl_info_entry order_entry(void)
                                   "known rate is more than twice as high is taken instead"};
 }
 
+/* Which file SPCCL_SCHEDULE names. Groups read it when they are made. */
+static spccl_info_entry plans_entry(void)
+{
+    const char *text = sp_env_text(SP_ENV_SCHEDULE);
+    bool is_file = strncmp(text, SP_TUNE_FILE, strlen(SP_TUNE_FILE)) == 0;
+    return (spccl_info_entry){
+        .kind = "schedule",
+        .name = "file",
+        .value = is_file ? text + strlen(SP_TUNE_FILE) : "in",
+        .why =
+            is_file
+                ? "SPCCL_SCHEDULE; collectives and groups that it has no plan for take the automatic choice "
+                  "(spccl_comm_describe_schedule); a plan keeps at most 128 slices, at 256 KiB of float32"
+                : "plans from a text file: only if SPCCL_SCHEDULE=file:PATH or spccl_config.schedule names "
+                  "it"};
+}
+
 static bool schedule_entry(size_t i, spccl_info_entry *out)
 {
     const char *forced = sp_env_text(SP_ENV_SCHEDULE);
+    if (i == SP_SCHED_FILE) {
+        *out = plans_entry();
+        return true;
+    }
     *out = (spccl_info_entry){.kind = "schedule", .name = sp_schedule_name((sp_schedule)i), .value = "in"};
     if (sp_schedule_adds_in_rank_order((sp_schedule)i)) {
         out->value = "in, candidate";
@@ -126,7 +147,7 @@ static bool setting_entry(size_t i, spccl_info_entry *out)
 static const struct {
     bool (*entry)(size_t i, spccl_info_entry *out);
     size_t n;
-} lists[] = {{kernel_entry, 0}, {transport_entry, 0}, {schedule_entry, SP_N_SCHEDULES},
+} lists[] = {{kernel_entry, 0}, {transport_entry, 0}, {schedule_entry, SP_SCHED_FILE + 1},
              {part_entry, 4},   {direct_entry, 0},    {setting_entry, SP_N_ENV}};
 
 /* Entry `i` of all lists. False if i is past the last. */
