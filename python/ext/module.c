@@ -63,6 +63,8 @@ static PyMethodDef methods[] = {
      "decode(encoded, out, verb='set', dtype=None) -> None"},
     {"inspect", EXT_KEYWORDS(ext_inspect), METH_VARARGS | METH_KEYWORDS,
      "inspect(encoded, offset=0) -> dict: the frame that starts at that byte"},
+    {"plan_check", ext_plan_check, METH_VARARGS,
+     "plan_check(text, i) -> dict: check the i-th plan of a plan file, given as bytes"},
     {"prune_plan", ext_prune_plan, METH_VARARGS,
      "prune_plan(segments, n_elems, dtype, device) -> (owner of the plan, its address): segments as bytes "
      "(spccl.prune.SEGMENT), device -1 = host"},

@@ -77,6 +77,7 @@ int ext_redop_of_name(ext_state *state, const char *name, spccl_redop *out);
 PyObject *ext_encode(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *ext_decode(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *ext_inspect(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *ext_plan_check(PyObject *module, PyObject *args);
 PyObject *ext_prune_plan(PyObject *module, PyObject *args);
 PyObject *ext_prune(PyObject *module, PyObject *args);
 PyObject *ext_weights_plan(PyObject *module, PyObject *args);

@@ -1,4 +1,5 @@
-"""The command line: `spccl info`, `verify`, `inspect`, `plot`; `bench` is in cli_bench.py.
+"""The command line: `spccl info`, `verify`, `inspect`, `plot`; `bench` is in cli_bench.py, `schedule` in
+cli_schedule.py.
 
 Exit codes: 0 success; 1 a bad file, a wrong answer or a failed rank; 2 a bad argument. Needs click and rich;
 numpy for verify, bench and plot; matplotlib for plot; torch for the comparison with Gloo or NCCL.
@@ -22,6 +23,7 @@ from rich.table import Table
 
 from . import __version__, errors
 from .cli_bench import bench_command
+from .cli_schedule import schedule_group
 from .cli_types import Fail, OutFile, need
 from .frame import FORMATS, FrameInfo, iter_frames
 from .info import as_json, info, verdict
@@ -291,6 +293,7 @@ def plot_command(sources: tuple[Path, ...], output: Path) -> None:
 
 
 main.add_command(bench_command)
+main.add_command(schedule_group)
 
 if __name__ == "__main__":
     main()
