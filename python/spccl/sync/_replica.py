@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from spccl.errors import Error, FormatError, MismatchError, StateError, TimeoutError
+from spccl.errors import Error, FormatError, MismatchError, StateError, TimeoutError, UnsupportedError
 
 from ._source import Folder, Source
 from ._tensors import boxes_of_plan
@@ -380,3 +380,17 @@ def _cast(tensors: Iterable[tuple[str, torch.Tensor]], published: Any) -> Iterat
     """A checkpoint in the publisher's dtypes, as load_weights would have cast it."""
     for name, x in tensors:
         yield name, x.to(getattr(torch, published[name].dtype)) if name in published else x
+
+
+def require_nothing_derived(who: str, model: torch.nn.Module) -> None:
+    """Raises: UnsupportedError that names a matrix which is neither a parameter nor a buffer: an update in place would
+    not reach it, because it was made from the weights after loading."""
+    known = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
+    for name, module in model.named_modules():
+        for key, x in vars(module).items():
+            is_matrix = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() >= 2 and key != "kv_cache"
+            if is_matrix and x.numel() and x.untyped_storage().data_ptr() not in known:
+                raise UnsupportedError(
+                    f"{who}: layer {name!r}: its {key!r} was made from the weights after loading: cannot be updated in "
+                    "place"
+                )

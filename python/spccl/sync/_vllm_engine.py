@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from spccl.errors import ArgumentError, StateError, UnsupportedError
 
-from ._replica import OPEN, OneWorker, Replica, TorchWorkers, Workers, agreed, is_agreed
+from ._replica import OPEN, OneWorker, Replica, TorchWorkers, Workers, agreed, is_agreed, require_nothing_derived
 
 
 @dataclasses.dataclass
@@ -166,15 +166,8 @@ def require_plain(model: torch.nn.Module, model_config: Any) -> None:
             f"vllm: quantization {model_config.quantization!r}: quantized after loading, cannot be updated in place: "
             "serve an unquantized model"
         )
-    known = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
     for name, module in model.named_modules():
         linear = vars(module).get("cpu_linear", torch.nn.functional.linear)
         if linear is not torch.nn.functional.linear:
             raise UnsupportedError(f"vllm: layer {name!r}: vLLM on CPUs packs its weight: cannot be updated in place")
-        for key, x in vars(module).items():
-            is_made = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() >= 2 and key != "kv_cache"
-            if is_made and x.numel() and x.untyped_storage().data_ptr() not in known:
-                raise UnsupportedError(
-                    f"vllm: layer {name!r}: its {key!r} was made from the weights after loading: cannot be updated in "
-                    "place"
-                )
+    require_nothing_derived("vllm", model)
