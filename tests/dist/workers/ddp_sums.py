@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spccl import backend, ddp, fsdp
 from workers.common import RANK, WORLD, main, raises
-from workers.ddp_hook import BACKEND, SHAPES, Probe, Sums, mean_residual, step_once, wanted, wrap
+from workers.ddp_hook import BACKEND, DEVICE, SHAPES, Probe, Sums, mean_residual, step_once, wanted, wrap
 
 SETTINGS = {"density": 0.02, "sum_density": 0.025}
 
@@ -110,7 +110,7 @@ def hook_of(state: dict):
 
 def bytes_do_not_grow():
     """Counted bytes of 2 ranks and of all, (P - 1) / P times."""
-    if BACKEND != "spccl" or WORLD % 2:
+    if BACKEND != "spccl" or WORLD % 2 or DEVICE.type == "cuda":  # a GPU does not count them
         return
     options = backend.Options(format="tile")  # else a fast link takes small shards dense
     groups = [dist.new_group([r, r + 1], pg_options=options) for r in range(0, WORLD, 2)]
