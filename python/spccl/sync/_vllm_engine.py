@@ -85,8 +85,6 @@ class SpcclWeightTransferEngine(WeightTransferEngine[SpcclInitInfo, SpcclUpdateI
         except BaseException:
             self._is_updating = False
             raise
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: SpcclUpdateInfo) -> None:
         if self._replica is None:
