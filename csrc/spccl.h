@@ -8,8 +8,8 @@
  * Bits. "Zero" always means that all bits are zero. -0.0, NaN payloads, infinities and denormals arrive bit for bit.
  * Reductions add in rank order 0, 1, 2, ... starting from +0.0, so a -0.0 of an input changes no SUM or AVG and need
  * not be sent. float16 and bfloat16 are added in float32 and rounded once. All ranks and all runs get the same bits,
- * whatever the format, transport and schedule. Schedules ring and hierarchical run only when asked for: they add in
- * other orders, the same on all ranks and in all runs (docs/ALGORITHMS.md). Format pici is that of Hough et al.
+ * whatever the format, transport and schedule. Schedules ring and hierarchical, and plans of users, run only when asked
+ * for: they may add in other orders, the same on all ranks and in all runs (docs/ALGORITHMS.md, docs/SCHEDULES.md). Format pici is that of Hough et al.
  *
  * Structs. A struct that begins with `struct_bytes` may get more fields at its end in a later version. Initialise
  * options with their INIT macro, and results with { .struct_bytes = sizeof(the struct) }. Then a program works with

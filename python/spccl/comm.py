@@ -110,8 +110,8 @@ class Communicator:
     may be in flight. An array is any object with the buffer protocol or DLPack, in host memory, C-contiguous.
     Its shape does not matter: spccl takes it as flat. Reductions add in rank order from +0.0, float16 and
     bfloat16 in float32 with one rounding. So every rank and every run gets the same bits, whatever format or
-    transport carried them. With schedule="ring" or "hierarchical" they add in another order, which is the same on
-    all ranks and in all runs.
+    transport carried them. With schedule="ring" or "hierarchical", or a plan file, they may add in another order,
+    which is the same on all ranks and in all runs.
     Source: docs/ALGORITHMS.md.
     """
 
@@ -150,8 +150,9 @@ class Communicator:
                 build.
             n_sockets: TCP sockets per peer and queue; 0 = spccl chooses.
             secret: 32 bytes that all ranks know; None: rank 0 makes a secret and passes it by the store.
-            schedule: "direct", "oneshot", "relayed", "ring" or "hierarchical", the same on all ranks; None: the one of
-                least cost for each call, of the first three. SPCCL_SCHEDULE wins.
+            schedule: "direct", "oneshot", "relayed", "ring", "hierarchical", or "file:PATH" of a plan file
+                (docs/SCHEDULES.md), the same on all ranks; None: the one of least cost for each call, of the first
+                three. SPCCL_SCHEDULE wins.
             host_id: ranks with another name count as on another host; None: found. SPCCL_HOST_ID wins.
         Raises: TimeoutError (a rank did not come), AuthError, UnreachableError, PeerError, MismatchError,
             SettingError, ArgumentError.
@@ -277,9 +278,10 @@ class Communicator:
         """One line for each kind of call so far (collective, elements, dtype): which schedule it takes, and why.
 
         "all_reduce of 1000 float32: oneshot (assumed 100% and 100% nonzero; direct 4.39 us; oneshot 2.839 us)": the
-        call; the schedule, after "forced " if SPCCL_SCHEDULE names it; densities of an input and of the sum, "measured"
-        in earlier calls or "assumed"; the time that each candidate is estimated to take. They are as they were when
-        the costs were last computed. 64 kinds are kept. Empty before the first call.
+        call; the schedule, after "forced " if SPCCL_SCHEDULE names it, or which plan of a plan file, or that the file
+        has none; densities of an input and of the sum, "measured" in earlier calls or "assumed"; the time that each
+        candidate is estimated to take. They are as they were when the costs were last computed. 64 kinds are kept.
+        Empty before the first call.
         Raises: StateError after close().
         """
         return self._comm.describe_schedules()

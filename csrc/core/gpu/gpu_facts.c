@@ -112,7 +112,9 @@ spccl_status sp_attach_gather_facts(sp_attach *a, const spccl_cuda_config *given
     if (a->g == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "out of memory: %zu bytes of host memory", sizeof *a->g);
     a->g->caller_orders = config->caller_orders != 0;
-    a->mine.hops = !comm->schedule_forced ? 0 : comm->schedule == SP_SCHED_ONESHOT ? 1 : 2;
+    a->mine.hops = !comm->schedule_forced || comm->plans != NULL ? 0
+                   : comm->schedule == SP_SCHED_ONESHOT          ? 1
+                                                                 : 2;
     if (config->between_hosts > 2)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_config.between_hosts is %u, wanted 0 to 2",
                        config->between_hosts);
