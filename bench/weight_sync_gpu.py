@@ -162,7 +162,9 @@ def main() -> None:
         with args.csv.open("w", newline="") as file:
             facts = f"gpu: {torch.cuda.get_device_name()}, commit: {os.environ.get('SPCCL_COMMIT', 'unknown')}"
             file.write(f"# {facts}, {n} tensors of {ROWS} x {COLUMNS} bfloat16, {args.changed} changed\n")
-            csv.writer(file).writerows([("what", "median_ms", "least_ms", "most_ms"), *rows])
+            writer = csv.writer(file)
+            writer.writerow(["what", "median_ms", "least_ms", "most_ms"])
+            writer.writerows([what, *(f"{ms:.3f}" for ms in times)] for what, *times in rows)
 
 
 if __name__ == "__main__":
