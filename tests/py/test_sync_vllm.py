@@ -42,7 +42,13 @@ def http(request, monkeypatch, run):
 
 def test_updates_in_vllms_order(http, run):
     client = VllmClient(http.url, run.folder, timeout_s=WAIT_S)
-    routes = ["init_weight_transfer_engine", "pause?mode=keep", "start_weight_update", "update_weights"]
+    routes = [
+        "get_world_size",
+        "init_weight_transfer_engine",
+        "pause?mode=keep",
+        "start_weight_update",
+        "update_weights",
+    ]
     routes += ["finish_weight_update", "weight_info", "resume"]
     for _ in range(3):
         http.calls.clear()
@@ -128,11 +134,14 @@ def test_requests_that_cannot_work(http, run):
     with pytest.raises(StateError, match=r"version 7: stage: worker 0 of 1: TimeoutError: .*waited .* for version 7"):
         VllmClient(http.url, run.folder, timeout_s=0.5).update(7)
     assert not http.is_paused
+    http.world_size = 2  # data parallel, each engine with a vote of its own
+    with pytest.raises(StateError, match="the server has 2 workers, 1 of them vote together"):
+        VllmClient(http.url, run.folder).update(1)
     with pytest.raises(StateError, match=r"/nothing: status 404.*VLLM_SERVER_DEV_MODE"):
         VllmClient(http.url)._post("nothing")
     port = http._server.server_address[1]
     http.__exit__()
-    with pytest.raises(PeerError, match=rf"127\.0\.0\.1:{port}/init.*is the server up"):
+    with pytest.raises(PeerError, match=rf"127\.0\.0\.1:{port}/get_world_size.*is the server up"):
         VllmClient(http.url, run.folder).update(1)
 
 
@@ -141,7 +150,7 @@ def test_a_server_that_does_not_answer(run):
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(TimeoutError, match=r"init_weight_transfer_engine: no answer within 0\.2 s"):
+        with pytest.raises(TimeoutError, match=r"get_world_size: no answer within 0\.2 s"):
             VllmClient(url, run.folder, timeout_s=0.2).update(1)
 
 

@@ -235,6 +235,7 @@ class Http:
 
     def __init__(self, worker: Worker | Executor):
         self.worker, self.calls, self.weight_version, self.is_paused = worker, [], "default", False
+        self.world_size = len(getattr(worker, "workers", [worker]))
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -291,6 +292,8 @@ class Http:
             self.worker.finish_weight_update()
             if body.get("weight_version") is not None:
                 self.weight_version = body["weight_version"]
+        elif route == "get_world_size":
+            return {"world_size": self.world_size}
         elif route == "weight_info":
             return {"weight_version": self.weight_version}
         else:

@@ -21,10 +21,14 @@ from ._replica import OPEN, OneWorker, Replica, TorchWorkers, Workers, agreed, i
 
 @dataclasses.dataclass
 class SpcclInitInfo(WeightTransferInitInfo):
-    """What /init_weight_transfer_engine takes. folder: None: that of the server's --additional-config."""
+    """What /init_weight_transfer_engine takes.
+
+    folder: None: that of the server's --additional-config. world_size: what /get_world_size says; None: unknown.
+    """
 
     folder: str | None = None
     timeout_s: float = 270.0
+    world_size: int | None = None
 
 
 @dataclasses.dataclass
@@ -68,6 +72,7 @@ class SpcclWeightTransferEngine(WeightTransferEngine[SpcclInitInfo, SpcclUpdateI
             info = self._checked(super().parse_init_info, init_info)
             if self._replica is None:
                 self._replica = Replica("vllm", self.model, self._checkpoint, _workers())
+            _require_all(self._replica.workers.size, info.world_size)
             folder = self._checked(_folder_of, self.vllm_config, info.folder)
             if self._replica.open(folder, info.timeout_s, self._is_updating):
                 raise agreed(StateError(f"vllm: {OPEN}: POST /finish_weight_update, then start"))
@@ -129,6 +134,17 @@ def _folder_of(vllm_config: Any, asked: str | None) -> str:
     if mine is None and asked is None:
         raise ArgumentError("vllm: no folder: give one to VllmClient, or start the server with --additional-config")
     return str(asked if mine is None else mine)
+
+
+def _require_all(n_voters: int, world_size: int | None) -> None:
+    """Raises: UnsupportedError if some workers of the server do not vote with this one."""
+    if world_size is not None and world_size != n_voters:
+        raise agreed(
+            UnsupportedError(
+                f"vllm: the server has {world_size} workers, {n_voters} of them vote together: its data-parallel "
+                "engines could take different versions: start a server for each of them"
+            )
+        )
 
 
 def _rank() -> int:

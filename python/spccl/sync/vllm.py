@@ -126,8 +126,10 @@ class VllmClient:
         `update` and `stage` do it too; before the first one it takes the time to read the checkpoint twice.
         Raises: as `update`.
         """
+        world_size = json.loads(self._send("GET", "get_world_size")).get("world_size")
+        info = {"folder": self.folder, "timeout_s": self._most_s, "world_size": world_size}
         try:
-            self._post("init_weight_transfer_engine", {"init_info": {"folder": self.folder, "timeout_s": self._most_s}})
+            self._post("init_weight_transfer_engine", {"init_info": info})
         except StateError as error:
             if OPEN not in str(error):
                 raise
