@@ -32,7 +32,7 @@ class Group:
     def __init__(self, n: int = RANKS):
         self.models = [loaded(weights(1), rank, n) for rank in range(n)]
         self.replicas = [
-            Replica("vllm", model, lambda: weights(1).items(), workers)
+            Replica("vllm", model, lambda: weights(1).items(), workers, lambda: None)
             for model, workers in zip(self.models, Threads.group(n), strict=True)
         ]
 

@@ -203,6 +203,16 @@ def test_what_changes_weights_after_loading_is_refused_by_name(monkeypatch, run,
     assert all(torch.equal(x, y) for x, y in zip(model.parameters(), before, strict=True)) and not server.is_paused
 
 
+def test_weights_that_are_derived_at_first_use_are_refused_then(http, run):
+    """As vLLM's router does, which joins two gates in its first forward pass."""
+    client = VllmClient(http.url, run.folder, timeout_s=WAIT_S)
+    client.update(run.publish())
+    derived(http.worker.engine.model)
+    with pytest.raises(StateError, match=r"its 'w_uk' was made from the weights.*serves on"):
+        client.update(run.publish())
+    assert bits(http.worker.engine.model) == bits(loaded(run.was[1]))
+
+
 def test_quantized_models_and_loaders_without_checkpoint_are_refused(monkeypatch, run):
     factory = vllm_stubs.install(monkeypatch, object())
     ours.register()
@@ -219,13 +229,13 @@ def test_checkpoint_in_another_dtype_and_with_more_tensors(run):
     model = loaded({name: x.float() for name, x in weights(1).items()})
     more = {**{name: x.float() for name, x in weights(1).items()}, "unused": torch.ones(3)}
     model.load_weights = lambda named: Model.load_weights(model, ((n, x) for n, x in named if n != "unused"))
-    replica = Replica("vllm", model, lambda: more.items(), OneWorker())
+    replica = Replica("vllm", model, lambda: more.items(), OneWorker(), lambda: None)
     replica.open(run.folder, WAIT_S)
     replica.update(1, WAIT_S)
     assert bits(model) == bits(loaded(run.was[1]))
     lacks = {name: x for name, x in more.items() if name != "q"}
     with pytest.raises(StateError, match="tensor 'q': the publisher has it, the server's checkpoint does not"):
-        Replica("vllm", model, lambda: lacks.items(), OneWorker()).open(run.folder, WAIT_S)
+        Replica("vllm", model, lambda: lacks.items(), OneWorker(), lambda: None).open(run.folder, WAIT_S)
 
 
 def test_no_module_but_the_engine_imports_vllm(tmp_path):

@@ -114,6 +114,7 @@ class Replica:
         model: has `load_weights` and named_parameters, in the state in which it serves.
         checkpoint: gives what the model has loaded, as (name, tensor), each time that it is called.
         workers: all processes of the server.
+        require: raises if an update in place would not reach all that the model computes with.
     """
 
     def __init__(
@@ -122,7 +123,9 @@ class Replica:
         model: Any,
         checkpoint: Callable[[], Iterable[tuple[str, torch.Tensor]]],
         workers: Workers,
+        require: Callable[[], object],
     ):
+        self.require = require
         self.who, self.model, self.checkpoint, self.workers = who, model, checkpoint, workers
         self._plan: Plan | None = None
         self._pull: Subscriber | None = None
@@ -156,6 +159,7 @@ class Replica:
         return any(updating for updating, _ in answers)
 
     def _open(self, folder: Path, timeout_s: float) -> tuple[Subscriber, dict[str, Any]]:
+        self.require()
         manifest = _newest(Folder(folder), min(MOST_WAIT_S, timeout_s / 2))
         if self._plan is None:
             self._plan = plan_of(self.model, self.checkpoint, manifest)
@@ -195,6 +199,7 @@ class Replica:
         if self._staging is not None and self._staging.version == version and self._staging.is_alive():
             return
         self._join(timeout_s)
+        self.require()  # again, because some layers derive weights when they are used first
         self._staging = _Staging(pull, version, min(MOST_WAIT_S, timeout_s / 2))
         self._staging.start()
 

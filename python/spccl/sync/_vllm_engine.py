@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -71,7 +71,13 @@ class SpcclWeightTransferEngine(WeightTransferEngine[SpcclInitInfo, SpcclUpdateI
         with self._reported():
             info = self._checked(super().parse_init_info, init_info)
             if self._replica is None:
-                self._replica = Replica("vllm", self.model, self._checkpoint, _workers())
+                self._replica = Replica(
+                    "vllm",
+                    self.model,
+                    lambda: _read_checkpoint(self.vllm_config, self.model),
+                    _workers(),
+                    lambda: require_plain(self.model, self.model_config),
+                )
             _require_all(self._replica.workers.size, info.world_size)
             folder = self._checked(_folder_of, self.vllm_config, info.folder)
             if self._replica.open(folder, info.timeout_s, self._is_updating):
@@ -118,11 +124,6 @@ class SpcclWeightTransferEngine(WeightTransferEngine[SpcclInitInfo, SpcclUpdateI
             return call(*args)
         except ValueError as error:
             raise agreed(ArgumentError(f"vllm: {error}")) from error
-
-    def _checkpoint(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """What vLLM has loaded. Raises: UnsupportedError that names what quantizes or repacks."""
-        require_plain(self.model, self.model_config)
-        return _read_checkpoint(self.vllm_config, self.model)
 
 
 def _folder_of(vllm_config: Any, asked: str | None) -> str:

@@ -52,9 +52,9 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
     told = _told(named_tensors)
     replica = _replicas.get(model)
     if replica is None:
-        require_nothing_derived("sglang", model)
-        checkpoint = Path(told["checkpoint"])
-        replica = _replicas[model] = Replica("sglang", _Loads(model), lambda: _read(checkpoint), _workers())
+        alive, checkpoint = _Loads(model), Path(told["checkpoint"])
+        replica = Replica("sglang", alive, lambda: _read(checkpoint), _workers(), alive.require)
+        _replicas[model] = replica
     replica.open(told["folder"], told["timeout_s"])
     replica.update(told["version"], told["timeout_s"])
 
@@ -67,6 +67,9 @@ class _Loads:
 
     def load_weights(self, named: Iterator[tuple[str, torch.Tensor]]) -> Any:
         return self._model().load_weights(named)
+
+    def require(self) -> None:
+        require_nothing_derived("sglang", self._model())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._model().named_parameters()
