@@ -5,6 +5,7 @@
 #include "ranks.h"
 #include "spccl_experimental.h"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 /* All-reduce of 2 ranks, one chunk each. */
@@ -202,6 +203,12 @@ static void test_groups(void)
              "its steps write 128 of 256");
     snprintf(paths[0], sizeof paths[0], "/tmp/no/such/plan");
     run_plan(2, NULL, "", SPCCL_ERR_SETTING, "plan file /tmp/no/such/plan");
+    snprintf(paths[0], sizeof paths[0], "/tmp");
+    run_plan(2, NULL, "", SPCCL_ERR_SETTING, "plan file /tmp");
+    snprintf(paths[0], sizeof paths[0], "/tmp/spccl_test_fifo_%d",
+             (int)getpid()); /* nobody writes: no wait */
+    CHECK(mkfifo(paths[0], 0600) == 0, "%s", paths[0]);
+    run_plan(2, NULL, "", SPCCL_ERR_SETTING, "it does not begin with");
 }
 
 static void test_other_file(void)

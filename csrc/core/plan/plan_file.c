@@ -3,9 +3,11 @@
 
 #include "core/base/mem.h"
 
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 struct sp_plan_set {
     char *text; /* NULL after sp_plan_set_select */
@@ -131,12 +133,17 @@ spccl_status sp_plan_set_read(const char *path, sp_plan_set **out)
 {
     sp_plan_set *set = sp_calloc(1, sizeof *set);
     sp_plan_reader reader;
-    FILE *f = set != NULL ? fopen(path, "rbe") : NULL;
+    int fd;
+    FILE *f;
     spccl_status st;
     if (set == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "plan file %s", path);
     snprintf(set->path, sizeof set->path, "%s", path);
+    fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO without a writer is an empty file */
+    f = fd >= 0 ? fdopen(fd, "rb") : NULL;
     if (f == NULL) {
+        if (fd >= 0)
+            close(fd);
         sp_free(set);
         return SP_FAIL_ERRNO(SPCCL_ERR_SETTING, "plan file %s (SPCCL_SCHEDULE=file:PATH)", path);
     }
