@@ -136,7 +136,10 @@ class _Flats:
         x = self.now[place]
         if not x.is_contiguous():
             x = copies[place] = copies[place] if place in copies else flat(x.contiguous())
-        return delta.Source(x[first : first + n], self.base[place][first : first + n], first=first)
+        base = self.base[place]
+        if n == base.numel():
+            return delta.Source(x, base)
+        return delta.Source(x[first : first + n], base[first : first + n], first=first)
 
 
 def _cut(n_elems: int, dtype: torch.dtype, staging_bytes: int, part_elems: int) -> list[tuple[int, int]]:

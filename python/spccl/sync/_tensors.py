@@ -149,6 +149,8 @@ class Box:
 
     def n_within(self, first: int, n_elems: int) -> int:
         """How many of these elements of the tensor lie here."""
+        if self.is_whole:
+            return n_elems
         return self._before(first + n_elems) - self._before(first)
 
     def cut(self, first: int, n_elems: int) -> Place:

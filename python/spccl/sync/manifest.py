@@ -14,6 +14,7 @@ its parent: so a reader knows that all are of one chain, and whole.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -141,13 +142,18 @@ def _hex(value: int) -> str:
     return f"{value & MASK:016x}"
 
 
+@functools.cache
+def _fields(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
 class _Reader:
     """Takes fields out of one JSON object, each of the type and within the bounds that are asked for."""
 
     def __init__(self, where: str, data: object, names: str):
         self.where, self.data = where, data
-        wanted = set(names.split())
-        if not isinstance(data, dict) or set(data) != wanted:
+        wanted = _fields(names)
+        if not isinstance(data, dict) or data.keys() != wanted:
             got = sorted(data) if isinstance(data, dict) else type(data).__name__
             raise self.fault(f"has {ascii(got)[:200]}, wanted the fields {sorted(wanted)}")
 
