@@ -186,7 +186,7 @@ SPCCL_API spccl_status spccl_frame_inspect(const void *encoded, size_t encoded_b
  * add up over parts of a tensor, and hence over ranks that have a part each. */
 typedef struct spccl_delta_source { /* one array, or a part of a tensor; never changes */
     const void *x;                  /* [n_elems] of x_dtype: what the array is now */
-    const void *base;               /* [n_elems] of dtype: what receivers have */
+    const void *base;               /* [n_elems] of dtype: what receivers have; written with options->old */
     uint64_t n_elems;               /* at most 2^40 */
     uint64_t first;                 /* place of element 0 in its tensor, for the sum change */
     spccl_dtype x_dtype; /* dtype; or FLOAT32 where that is BFLOAT16 or FLOAT16: x is rounded to nearest,
@@ -203,21 +203,26 @@ typedef struct spccl_delta_options {
     size_t struct_bytes; /* sizeof(spccl_delta_options) */
     uint64_t
         raw; /* 1: all values as they are. 0: as differences to the base where that is smaller; such a frame
-                            must be applied once, to exactly that base */
+                     must be applied once, to exactly that base */
+    void *
+        old; /* NULL: bases stay. Else, when all frames are written, each base becomes what x is, and `old` gets
+                     what it was, as of spccl_delta_check: of each source its changed elements in order, up to a
+                     multiple of 8 bytes. spccl_delta_undo of the frames puts it back, if they cannot be sent */
+    size_t old_cap; /* bytes of old */
 } spccl_delta_options;
 #define SPCCL_DELTA_OPTIONS_INIT                                                                             \
     {                                                                                                        \
-        sizeof(spccl_delta_options), 0                                                                       \
+        sizeof(spccl_delta_options), 0, NULL, 0                                                              \
     }
 /* Bytes that always suffice for the frame of one source; 0 if n_elems or dtype is bad. */
 SPCCL_API size_t spccl_delta_bound(uint64_t n_elems, spccl_dtype dtype);
-/* Encode each source against its base, frames back to back. The bytes follow from the sources and `raw` alone. The base
- * is not written: spccl_delta_apply of the frame advances it.
+/* Encode each source against its base, frames back to back. The bytes follow from the sources and `raw` alone. Without
+ * options->old the base is not written: spccl_delta_apply of the frame advances it.
  *   options    NULL = defaults
  *   dst        dst_cap bytes, overlapping no source; the sum of all spccl_delta_bound() suffices
  *   frames     [n_sources]
  *   out_bytes  bytes written
- * After a failure dst and frames hold any values.
+ * After a failure dst, frames and old hold any values, and bases are as before.
  * Errors: ARG, DTYPE, DST_SMALL, ALIAS, NOMEM, UNSUPPORTED (a frame above 16 GiB).  Threads: any. */
 SPCCL_API spccl_status spccl_delta_encode(const spccl_delta_source *sources, size_t n_sources,
                                           const spccl_delta_options *options, void *dst, size_t dst_cap,
@@ -504,10 +509,10 @@ SPCCL_API spccl_status spccl_cuda_decode(const void *frames, size_t frames_bytes
                                          uint32_t slice_elems, uint32_t *status, void *stream);
 
 /* spccl_delta_encode on the current GPU, on `stream`: the same bytes and results, also after a failure. It waits until they
- * are there, so it cannot be captured. x, base and dst are memory of that GPU, arrays aligned to their elements, dst to 8
- * bytes; sources, options, frames and out_bytes are in host memory. x and base are read once, where dst_cap is at least
- * twice what is written and few elements change; else twice. dst [out_bytes, dst_cap) holds any values afterwards. The
- * base is not written: a publisher calls spccl_cuda_delta_apply with the frames, once they have been sent.
+ * are there, so it cannot be captured. x, base, dst and old are memory of that GPU, arrays aligned to their elements, dst
+ * and old to 8 bytes; sources, options, frames and out_bytes are in host memory. x and base are read once, where dst_cap is at least
+ * twice what is written and few elements change; else twice. dst [out_bytes, dst_cap) holds any values afterwards.
+ * options->old advances bases with little more reading; spccl_cuda_delta_check and _apply of the frames take longer.
  * Errors: those of spccl_delta_encode; UNSUPPORTED (no CUDA in this build), DEVICE.  Threads: any. */
 SPCCL_API spccl_status spccl_cuda_delta_encode(const spccl_delta_source *sources, size_t n_sources,
                                                const spccl_delta_options *options, void *dst, size_t dst_cap,

@@ -64,7 +64,7 @@ struct receiver {
     {
         uint64_t state = 2, least = uint64_t(share * 0x1p64);
         size_t bytes;
-        spccl_delta_options o = {sizeof o, raw};
+        spccl_delta_options o = {sizeof o, raw, nullptr, 0};
         spccl_delta_source s = {x.data(), base.data(), PART, 0, SPCCL_BFLOAT16, SPCCL_BFLOAT16, KEY};
         for (size_t i = 0; i < PART; i++) {
             uint64_t v = next_random(state);

@@ -91,7 +91,7 @@ static double tell(const char *what, double density, double bytes, timing t, dou
                    double bytes_per_change)
 {
     const double rate = bytes / t.median_ms / 1e6;
-    printf("%-26s", what);
+    printf("%-34s", what);
     if (density > 0)
         printf(" %5.2f%%", 100 * density);
     else
@@ -237,12 +237,54 @@ static void measure_update(const weights &w, double density, const std::vector<s
     tell("base update", density, 2.0 * double(w.n_elems), {t[CALLS / 2], t[0], t[CALLS - 1]}, 0, 0);
 }
 
+// Encode, and advance the base in the same call. Undone afterwards, so that each call finds the same.
+static void measure_advance(const weights &w, const char *what, double density, bool of_masters, double read)
+{
+    const std::vector<spccl_delta_source> s = sources_of(w, of_masters);
+    std::vector<spccl_delta_frame> frames(s.size());
+    std::vector<spccl_delta_place> places(s.size());
+    std::vector<double> t;
+    void *old = nullptr;
+    const size_t old_cap = w.n_elems / 4;
+    size_t bytes = 0;
+    CHECK(cudaMalloc(&old, old_cap));
+    const spccl_delta_options o = {sizeof o, 0, old, old_cap};
+    for (int i = -WARM; i < CALLS; i++) {
+        std::vector<spccl_delta_target> targets;
+        spccl_cuda_delta_plan *plan = nullptr;
+        size_t old_bytes = 0;
+        CHECK(cudaDeviceSynchronize());
+        auto start = std::chrono::steady_clock::now();
+        CHECK_SPCCL(spccl_cuda_delta_encode(s.data(), s.size(), &o, w.dst, w.dst_cap, frames.data(), &bytes,
+                                            nullptr));
+        if (i >= 0)
+            t.push_back(
+                std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count());
+        if (i == -WARM)
+            expect_base_is_x(w);
+        for (size_t k = 0; k < frames.size(); k++) {
+            places[k] = {w.base + w.first[k], w.n[k], 0, 1, 0, w.n[k], w.n[k]};
+            targets.push_back({w.dst + frames[k].offset, frames[k].bytes, w.n[k], 0, &places[k], 1, KEY + k,
+                               SPCCL_BFLOAT16, 0});
+        }
+        CHECK_SPCCL(spccl_cuda_delta_plan_create(targets.data(), targets.size(), nullptr, &plan, &old_bytes));
+        CHECK_SPCCL(spccl_cuda_delta_check(plan, nullptr, 0, nullptr, nullptr));
+        CHECK_SPCCL(spccl_cuda_delta_undo(plan, old, old_bytes, nullptr));
+        CHECK(cudaDeviceSynchronize());
+        spccl_cuda_delta_plan_destroy(plan);
+    }
+    CHECK(cudaFree(old));
+    std::sort(t.begin(), t.end());
+    tell(what, density, (of_masters ? 6.0 : 4.0) * double(w.n_elems), {t[CALLS / 2], t[0], t[CALLS - 1]},
+         read, 0);
+}
+
 static void measure_encode(const weights &w, const char *what, double density, bool of_masters, uint64_t raw,
                            double read)
 {
     const std::vector<spccl_delta_source> s = sources_of(w, of_masters);
     std::vector<spccl_delta_frame> frames(s.size());
-    const spccl_delta_options o = {sizeof o, raw};
+    const spccl_delta_options o = {sizeof o, raw, nullptr, 0};
     size_t bytes = 0, n = 0, nnz = 0;
     auto encode = [&] {
         CHECK_SPCCL(spccl_cuda_delta_encode(s.data(), s.size(), &o, w.dst, w.dst_cap, frames.data(), &bytes,
@@ -315,9 +357,12 @@ int main(int argc, char **argv)
     for (double density : DENSITIES) {
         fill_kernel<<<4096, 256>>>(w.x, w.base, w.masters, w.n_elems, density);
         measure_encode(w, "encode", density, false, 0, read);
+        measure_advance(w, "encode, base advanced", density, false, read);
         measure_encode(w, "encode raw", density, false, 1, read);
-        if (w.masters != nullptr)
+        if (w.masters != nullptr) {
             measure_encode(w, "encode from float32", density, true, 0, read_masters);
+            measure_advance(w, "encode from float32, base advanced", density, true, read_masters);
+        }
     }
     return csv != nullptr && fclose(csv) != 0;
 }

@@ -15,7 +15,7 @@
                    #type " ends in padding")
 ENDS_WITH(spccl_encode_options, slice_elems);
 ENDS_WITH(spccl_frame_info, values_off);
-ENDS_WITH(spccl_delta_options, raw);
+ENDS_WITH(spccl_delta_options, old_cap);
 ENDS_WITH(spccl_config, schedule);
 ENDS_WITH(spccl_store, get);
 ENDS_WITH(spccl_stats, buffer_bytes);
@@ -33,7 +33,7 @@ ENDS_WITH(spccl_channels_config, window);
  * gets a line of its own here with the new size. */
 _Static_assert(sizeof(spccl_encode_options) == 24, "0.2");
 _Static_assert(sizeof(spccl_frame_info) == 72, "0.2");
-_Static_assert(sizeof(spccl_delta_options) == 16, "0.2");
+_Static_assert(sizeof(spccl_delta_options) == 32, "0.2");
 _Static_assert(sizeof(spccl_config) == 72, "0.2");
 _Static_assert(sizeof(spccl_store) == 32, "0.2");
 _Static_assert(sizeof(spccl_stats) == 176, "0.2");
@@ -115,7 +115,7 @@ static void test_delta_options(void)
     CHECK_OK(spccl_delta_encode(&source, 1, (void *)&newer, dst, sizeof dst, &frame, &bytes));
     newer.added = 1;
     CHECK_FAILS(spccl_delta_encode(&source, 1, (void *)&newer, dst, sizeof dst, &frame, &bytes),
-                SPCCL_ERR_ARG, "spccl_delta_options: got 24 bytes with byte 16 not zero");
+                SPCCL_ERR_ARG, "spccl_delta_options: got 40 bytes with byte 32 not zero");
 }
 
 static void test_config_and_store(void)

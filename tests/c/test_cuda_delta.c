@@ -129,7 +129,7 @@ static void add_target(spccl_dtype dtype, uint64_t n, double density, size_t n_p
 {
     const size_t e = spccl_dtype_bytes(dtype);
     uint64_t first = next_rand(&rng) % 3 == 0 ? next_rand(&rng) % 100000 : 0;
-    spccl_delta_options o = {sizeof o, next_rand(&rng) % 2};
+    spccl_delta_options o = {sizeof o, next_rand(&rng) % 2, NULL, 0};
     spccl_delta_source s = {g.x.host, g.base, n, first, dtype, dtype, KEY + list.n};
     size_t cap = spccl_delta_bound(n, dtype), at = take(&g.frames, cap, 8), bytes = 0;
     spccl_delta_frame f;

@@ -1,5 +1,5 @@
 /* test_cuda_delta_encode.c - spccl_cuda_delta_encode must write the same bytes as spccl_delta_encode, and find the same
- * numbers. Covers every dtype, casts with NaNs, densities, lengths around slices, lists of arrays, starts that are not
+ * numbers; so must bases and old values be, if it advances bases. Covers every dtype, casts with NaNs, densities, lengths around slices, lists of arrays, starts that are not
  * aligned, and each room in dst: for staging, just enough, too little. Nothing may be written past dst_cap. */
 #include "core/base/delta_rule.h"
 #include "core/base/dtype.h"
@@ -20,11 +20,11 @@ typedef enum change {
 } change; /* by 1 to 300; to any bits; to NaNs, -0.0 and the like */
 static const char *const change_names[N_CHANGES] = {"steps", "wild", "special"};
 
-/* An array of a list. Members that end in _d are on the GPU. */
+/* An array of a list. Members that end in _d are on the GPU. was: the base before the host advances it. */
 struct array {
     uint64_t n;
     spccl_dtype x_dtype, dtype;
-    uint8_t *x, *base, *x_d, *base_d;
+    uint8_t *x, *base, *was, *x_d, *base_d;
 };
 static struct array arrays[N_MOST];
 static spccl_delta_source host[N_MOST], device[N_MOST];
@@ -34,7 +34,8 @@ static void add(uint64_t n, spccl_dtype x_dtype, spccl_dtype dtype, unsigned ske
 {
     const size_t e = sp_dtype_bytes(dtype), xe = sp_dtype_bytes(x_dtype);
     struct array *a = &arrays[n_arrays];
-    *a = (struct array){n, x_dtype, dtype, malloc(n * xe + 1), malloc(n * e + 1), NULL, NULL};
+    *a = (struct array){n,    x_dtype, dtype, malloc(n * xe + 1), malloc(n * e + 1), malloc(n * e + 1),
+                        NULL, NULL};
     a->x_d = device_alloc(n * xe + 64), a->base_d = device_alloc(n * e + 64);
     const uint64_t first = 3 * n_arrays * SLICE + 5;
     host[n_arrays] = (spccl_delta_source){a->x, a->base, n, first, x_dtype, dtype, KEY + n_arrays};
@@ -47,7 +48,7 @@ static void add(uint64_t n, spccl_dtype x_dtype, spccl_dtype dtype, unsigned ske
 static void drop(void)
 {
     for (size_t i = 0; i < n_arrays; i++) {
-        free(arrays[i].x), free(arrays[i].base);
+        free(arrays[i].x), free(arrays[i].base), free(arrays[i].was);
         CUDA_OK(cudaFree(arrays[i].x_d));
         CUDA_OK(cudaFree(arrays[i].base_d));
     }
@@ -88,14 +89,18 @@ static void fill(const struct array *a, uint32_t permille, change how)
     }
 }
 
+static void copy_base(size_t i, uint8_t *to, const uint8_t *from, enum cudaMemcpyKind kind)
+{
+    CUDA_OK(cudaMemcpyAsync(to, from, arrays[i].n * sp_dtype_bytes(arrays[i].dtype), kind, on));
+}
 static void upload(void)
 {
     for (size_t i = 0; i < n_arrays; i++) {
         const struct array *a = &arrays[i];
+        memcpy(a->was, a->base, a->n * sp_dtype_bytes(a->dtype));
         CUDA_OK(cudaMemcpyAsync((void *)(uintptr_t)device[i].x, a->x, a->n * sp_dtype_bytes(a->x_dtype),
                                 cudaMemcpyHostToDevice, on));
-        CUDA_OK(cudaMemcpyAsync((void *)(uintptr_t)device[i].base, a->base, a->n * sp_dtype_bytes(a->dtype),
-                                cudaMemcpyHostToDevice, on));
+        copy_base(i, (uint8_t *)(uintptr_t)device[i].base, a->was, cudaMemcpyHostToDevice);
     }
     sync_stream(on);
 }
@@ -107,6 +112,8 @@ struct wanted {
     const uint8_t *p;
     size_t bytes;
     spccl_delta_frame frames[N_MOST];
+    const uint8_t *old; /* NULL: bases stay */
+    size_t old_bytes;
 };
 
 static void compare_results(const struct wanted *w, const spccl_delta_frame *found, const uint8_t *got,
@@ -125,15 +132,49 @@ static void compare_results(const struct wanted *w, const spccl_delta_frame *fou
               first_difference(got, w->p, bytes), bytes);
 }
 
+/* Bases must be the host's, or after a failure as before. Puts them back. */
+static void compare_bases(const struct wanted *w, bool is_advanced, const uint8_t *old_d)
+{
+    uint8_t *old = malloc(w->old_bytes + GUARD_BYTES + 8);
+    for (size_t i = 0; i < n_arrays; i++) {
+        const struct array *a = &arrays[i];
+        const size_t bytes = a->n * sp_dtype_bytes(a->dtype);
+        uint8_t *got = malloc(bytes + 1);
+        copy_base(i, got, device[i].base, cudaMemcpyDeviceToHost);
+        sync_stream(on);
+        CHECK(memcmp(got, is_advanced ? a->base : a->was, bytes) == 0, "%s: base %zu differs at byte %zu",
+              w->what, i, first_difference(got, is_advanced ? a->base : a->was, bytes));
+        copy_base(i, (uint8_t *)(uintptr_t)device[i].base, a->was, cudaMemcpyHostToDevice);
+        sync_stream(on);
+        free(got);
+    }
+    CUDA_OK(cudaMemcpyAsync(old, old_d, w->old_bytes + GUARD_BYTES, cudaMemcpyDeviceToHost, on));
+    sync_stream(on);
+    for (size_t i = 0; i < n_arrays && is_advanced; i++) { /* what fills up to 8 bytes has any value */
+        const size_t bytes = w->frames[i].nnz * sp_dtype_bytes(arrays[i].dtype);
+        size_t at = 0;
+        for (size_t k = 0; k < i; k++)
+            at += (w->frames[k].nnz * sp_dtype_bytes(arrays[k].dtype) + 7) / 8 * 8;
+        CHECK(memcmp(old + at, w->old + at, bytes) == 0, "%s: old values of source %zu differ", w->what, i);
+    }
+    for (size_t i = 0; i < GUARD_BYTES; i++)
+        CHECK(old[w->old_bytes + i] == POISON, "%s: byte %zu past old_cap was written", w->what, i);
+    free(old);
+}
+
 /* Encode on the GPU into room of so many bytes; compare status, results and bytes. */
 static void compare(const struct wanted *w, size_t cap, spccl_status want_st)
 {
-    spccl_delta_options o = {sizeof o, w->raw};
+    spccl_delta_options o = {sizeof o, w->raw, NULL, 0};
     spccl_delta_frame found[N_MOST];
     uint8_t *block = device_alloc(cap + GUARD_BYTES + 8), *dst_d = block + 8,
             *got = malloc(cap + GUARD_BYTES);
+    uint8_t *old_d = device_alloc(w->old_bytes + GUARD_BYTES);
     size_t bytes = 0;
     spccl_status st;
+    if (w->old != NULL)
+        o.old = old_d, o.old_cap = w->old_bytes;
+    CUDA_OK(cudaMemsetAsync(old_d, POISON, w->old_bytes + GUARD_BYTES, on));
     CUDA_OK(cudaMemsetAsync(dst_d, POISON, cap + GUARD_BYTES, on));
     st = spccl_cuda_delta_encode(device, n_arrays, &o, dst_d, cap, found, &bytes, on);
     CHECK(st == want_st, "%s: %s: %s", w->what, spccl_status_name(st),
@@ -144,17 +185,21 @@ static void compare(const struct wanted *w, size_t cap, spccl_status want_st)
         CHECK(got[i] == POISON, "%s: byte %zu past dst_cap %zu was written", w->what, i - cap, cap);
     if (st == SPCCL_OK && want_st == SPCCL_OK)
         compare_results(w, found, got, bytes);
+    compare_bases(w, w->old != NULL && want_st == SPCCL_OK, old_d);
     CUDA_OK(cudaFree(block));
+    CUDA_OK(cudaFree(old_d));
     free(got);
 }
 
 /* Fill the arrays, encode them on the host, and on the GPU with several sizes of dst. */
 static void run(uint32_t permille, change how, bool raw)
 {
-    spccl_delta_options o = {sizeof o, raw};
+    spccl_delta_options o = {sizeof o, raw, NULL, 0};
+    static unsigned n_runs;
     struct wanted w = {.raw = raw};
+    const bool advances = n_runs++ % 2 == 0;
     size_t cap = 0;
-    uint8_t *want;
+    uint8_t *want, *old = NULL;
     char what[160];
 
     for (size_t i = 0; i < n_arrays; i++) {
@@ -167,12 +212,23 @@ static void run(uint32_t permille, change how, bool raw)
     upload();
     want = malloc(cap);
     CHECK_OK(spccl_delta_encode(host, n_arrays, &o, want, cap, w.frames, &w.bytes));
-    w.what = what, w.p = want;
+    if (advances) {
+        for (size_t i = 0; i < n_arrays; i++)
+            w.old_bytes += (w.frames[i].nnz * sp_dtype_bytes(arrays[i].dtype) + 7) / 8 * 8;
+        old = malloc(w.old_bytes + 1);
+        o.old = old, o.old_cap = w.old_bytes;
+        CHECK_OK(spccl_delta_encode(host, n_arrays, &o, want, cap, w.frames, &w.bytes));
+    }
+    w.what = what, w.p = want, w.old = old;
     compare(&w, 2 * cap + 24, SPCCL_OK); /* room for staging */
     compare(&w, w.bytes, SPCCL_OK);
     compare(&w, w.bytes + w.bytes / 2, SPCCL_OK); /* for a part of it */
     compare(&w, w.bytes - 8, SPCCL_ERR_DST_SMALL);
-    free(want);
+    if (w.old_bytes != 0) {
+        w.old_bytes--;
+        compare(&w, 2 * cap, SPCCL_ERR_DST_SMALL);
+    }
+    free(want), free(old);
 }
 
 static const struct {
@@ -242,7 +298,7 @@ static void test_clusters(void)
 
 static void test_refusals(void)
 {
-    spccl_delta_options o = {sizeof o, 2};
+    spccl_delta_options o = {sizeof o, 2, NULL, 0};
     spccl_delta_frame frame;
     size_t bytes = 7;
     uint8_t *dst = device_alloc(4096);

@@ -61,7 +61,7 @@ static void check_good(const struct record *r)
     spccl_delta_target t = target_of(frame.p, frame.bytes, info.n_elems, info.dtype, &place, 1);
     bool is_raw = strstr(frame.name, "_0") != NULL;
     if (strstr(frame.name, "codes_") == NULL || is_raw) {
-        spccl_delta_options o = {sizeof o, is_raw && strstr(frame.name, "0.") == NULL};
+        spccl_delta_options o = {sizeof o, is_raw && strstr(frame.name, "0.") == NULL, NULL, 0};
         spccl_delta_source s = {r->p, base.p, info.n_elems, 0, info.dtype, info.dtype, KEY};
         uint8_t *dst = malloc(spccl_delta_bound(info.n_elems, info.dtype));
         spccl_delta_frame f = {0};
@@ -117,7 +117,7 @@ static void round_trip(spccl_dtype dtype, uint64_t n, double density, bool wild,
     const size_t e = sp_dtype_bytes(dtype);
     const uint64_t lengths[3] = {n, 0, n / 3 + 1};
     size_t cap = 0, bytes = 0, old_bytes = 0;
-    spccl_delta_options o = {sizeof o, raw};
+    spccl_delta_options o = {sizeof o, raw, NULL, 0};
     spccl_delta_source s[3];
     spccl_delta_target t[3];
     spccl_delta_place p[3];
@@ -164,6 +164,41 @@ static void round_trip(spccl_dtype dtype, uint64_t n, double density, bool wild,
     free(dst), free(old);
 }
 
+/* Two parts of a tensor, float32 that is rounded to bfloat16; bases that advance, and what undoes it. */
+static void test_advance(void)
+{
+    enum { N = 70000 };
+    static uint16_t now[2 * N], was[2 * N];
+    static uint8_t old[4 * N + 16], dst[8 * N];
+    static float x[2 * N];
+    spccl_delta_options o = {sizeof o, 0, old, 0};
+    spccl_delta_source s[2];
+    spccl_delta_target t[2];
+    spccl_delta_place p[2];
+    spccl_delta_frame f[2];
+    size_t bytes;
+    for (size_t i = 0; i < 2 * N; i++) {
+        now[i] = was[i] = (uint16_t)(0x3c00 + test_rand() % 0x400);
+        x[i] = sp_bf16_to_f32((uint16_t)(now[i] + (test_rand() % 20 == 0 ? test_rand() % 9 : 0)));
+    }
+    s[0] = (spccl_delta_source){x, now, N, 0, SPCCL_FLOAT32, SPCCL_BFLOAT16, KEY};
+    s[1] = (spccl_delta_source){x + N, now + N, N, N, SPCCL_FLOAT32, SPCCL_BFLOAT16, KEY};
+    CHECK_FAILS(spccl_delta_encode(s, 2, &o, dst, sizeof dst, f, &bytes), SPCCL_ERR_DST_SMALL, "old_cap 0");
+    o.old_cap = sizeof old;
+    CHECK_FAILS(spccl_delta_encode(s, 2, &o, dst, 5000, f, &bytes), SPCCL_ERR_DST_SMALL, "dst_cap 5000");
+    CHECK(memcmp(now, was, sizeof now) == 0, "a base advanced in a call that failed");
+    CHECK_OK(spccl_delta_encode(s, 2, &o, dst, sizeof dst, f, &bytes));
+    for (size_t i = 0; i < 2 * N; i++)
+        CHECK(now[i] == sp_bf16_from_f32(x[i]), "element %zu", i);
+    for (size_t i = 0; i < 2; i++) {
+        p[i] = (spccl_delta_place){now + i * N, 2 * N, 0, 1, i * N, N, N};
+        t[i] = target_of(dst + f[i].offset, f[i].bytes, N, SPCCL_BFLOAT16, &p[i], 1);
+        t[i].first = i * N;
+    }
+    CHECK_OK(spccl_delta_undo(t, 2, old, (f[0].nnz * 2 + 7) / 8 * 8 + (f[1].nnz * 2 + 7) / 8 * 8));
+    CHECK(memcmp(now, was, sizeof now) == 0, "undo");
+}
+
 static void test_round_trips(void)
 {
     static const uint64_t lengths[] = {1, 31, 33, 257, 65535, 65536, 65537, 140000};
@@ -191,7 +226,7 @@ static void test_escapes(void)
                       (unsigned long long)number, e);
             for (int raw = 0; raw < 2 && exists; raw++) { /* 40 of them, so that a code pays */
                 uint8_t x[41 * 8], old[41 * 8], dst[1024];
-                spccl_delta_options o = {sizeof o, (uint64_t)raw};
+                spccl_delta_options o = {sizeof o, (uint64_t)raw, NULL, 0};
                 spccl_delta_source s = {x, old, 41, 0, dtypes[d], dtypes[d], KEY};
                 spccl_delta_place p = whole(old, 41);
                 spccl_delta_frame f;
@@ -251,7 +286,7 @@ static void test_boxes(void)
         uint64_t cols = 1 + test_rand() % (test_rand() % 2 ? 40 : 2 * N), c0 = test_rand() % cols;
         uint64_t nc = 1 + test_rand() % (cols - c0), r0 = test_rand() % (N / cols + 1);
         uint64_t nr = 1 + test_rand() % (N / cols + 1), pitch = nc + test_rand() % 3, sum = 0, change = 0;
-        spccl_delta_options o = {sizeof o, test_rand() % 2};
+        spccl_delta_options o = {sizeof o, test_rand() % 2, NULL, 0};
         spccl_delta_frame f;
         size_t bytes, old_bytes;
         if (test_rand() % 3 == 0)
@@ -303,7 +338,7 @@ static void test_arguments(void)
     float x[100] = {[3] = 1}, old[100] = {0};
     uint8_t dst[1024], kept[64];
     spccl_delta_source s = {x, old, 100, 0, SPCCL_FLOAT32, SPCCL_FLOAT32, KEY}, bad = s;
-    spccl_delta_options o = {sizeof o, 2};
+    spccl_delta_options o = {sizeof o, 2, NULL, 0};
     spccl_delta_place p = whole(old, 100), q = p;
     spccl_delta_frame f;
     size_t bytes, old_bytes;
@@ -448,11 +483,16 @@ static void test_kernels(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {
-        {"golden", test_golden},         {"round_trips", test_round_trips},
-        {"escapes", test_escapes},       {"casts", test_casts},
-        {"boxes", test_boxes},           {"arguments", test_arguments},
-        {"two_places", test_two_places}, {"mutated", test_mutated},
-        {"kernels", test_kernels},       {NULL, NULL}};
+    static const struct test_case cases[] = {{"golden", test_golden},
+                                             {"round_trips", test_round_trips},
+                                             {"escapes", test_escapes},
+                                             {"casts", test_casts},
+                                             {"boxes", test_boxes},
+                                             {"arguments", test_arguments},
+                                             {"two_places", test_two_places},
+                                             {"mutated", test_mutated},
+                                             {"kernels", test_kernels},
+                                             {"advance", test_advance},
+                                             {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

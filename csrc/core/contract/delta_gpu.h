@@ -78,6 +78,8 @@ typedef struct sp_gpu_delta_encode_args {
     bool raw;
     uint8_t *dst; /* aligned to 8 bytes */
     uint64_t dst_cap;
+    uint8_t *old; /* aligned to 8 bytes: gets old values, and bases advance; NULL: bases stay */
+    uint64_t old_cap;
     spccl_delta_frame *frames; /* [n_sources], in host memory; written on success */
     size_t *out_bytes;
 } sp_gpu_delta_encode_args;

@@ -3,6 +3,8 @@
 #include "core/base/mem.h"
 #include "core/format/delta.h"
 
+#include <stdlib.h>
+
 /* Elements of x that are rounded at a time: their float32, the rounded ones and the base stay in the L2 cache. */
 _Static_assert(SP_DELTA_SLICE_ELEMS * 8 <= 1 << 20, "a slice in the cache");
 
@@ -38,8 +40,15 @@ struct encode_job {
     _Alignas(64) uint16_t rounded[SP_DELTA_SLICE_ELEMS];
 };
 
+/* Do x or base of a source overlap these bytes? */
+static bool overlaps(const spccl_delta_source *s, const void *p, size_t bytes)
+{
+    return sp_overlap(s->x, s->n_elems * sp_dtype_bytes(s->x_dtype), p, bytes) ||
+           sp_overlap(s->base, s->n_elems * sp_dtype_bytes(s->dtype), p, bytes);
+}
+
 spccl_status sp_delta_check_source(const char *call, size_t number, const spccl_delta_source *s,
-                                   const void *dst, size_t dst_cap)
+                                   const void *dst, size_t dst_cap, const spccl_delta_options *o)
 {
     const size_t e = sp_dtype_bytes(s->dtype);
     const bool is_cast =
@@ -56,10 +65,12 @@ spccl_status sp_delta_check_source(const char *call, size_t number, const spccl_
     if (s->n_elems != 0 && (s->x == NULL || s->base == NULL))
         return SP_FAIL(SPCCL_ERR_ARG, "%s: sources[%zu]: %s is NULL", call, number,
                        s->x == NULL ? "x" : "base");
-    if (sp_overlap(s->x, s->n_elems * sp_dtype_bytes(s->x_dtype), dst, dst_cap) ||
-        sp_overlap(s->base, s->n_elems * e, dst, dst_cap))
+    if (overlaps(s, dst, dst_cap))
         return SP_FAIL(SPCCL_ERR_ALIAS, "%s: sources[%zu] (%llu elements) and dst (%zu bytes) overlap", call,
                        number, (unsigned long long)s->n_elems, dst_cap);
+    if (o->old != NULL && (overlaps(s, o->old, o->old_cap) || sp_overlap(dst, dst_cap, o->old, o->old_cap)))
+        return SP_FAIL(SPCCL_ERR_ALIAS, "%s: options->old (%zu bytes) overlaps dst or sources[%zu]", call,
+                       o->old_cap, number);
     return SPCCL_OK;
 }
 
@@ -142,6 +153,48 @@ static spccl_status encode_source(struct encode_job *j, spccl_delta_frame *out)
     return SPCCL_OK;
 }
 
+/* Bases become what the frames say; o->old gets what they were. */
+static spccl_status advance(const spccl_delta_source *sources, size_t n, const spccl_delta_frame *frames,
+                            const uint8_t *dst, const spccl_delta_options *o)
+{
+    spccl_delta_target *targets = calloc(n + 1, sizeof *targets);
+    spccl_delta_place *places = calloc(n + 1, sizeof *places);
+    spccl_status st = SPCCL_OK;
+    size_t old_bytes = 0;
+
+    if (targets == NULL || places == NULL) {
+        st = SP_FAIL(SPCCL_ERR_NOMEM, "delta_encode: %zu targets", n);
+        goto done;
+    }
+    for (size_t i = 0; i < n; i++) {
+        const spccl_delta_source *s = &sources[i];
+        /* The elements as one row of the tensor. */
+        places[i] = (spccl_delta_place){
+            (void *)(uintptr_t)s->base, s->first + s->n_elems, 0, 1, s->first, s->n_elems, s->n_elems};
+        targets[i] = (spccl_delta_target){dst + frames[i].offset,
+                                          frames[i].bytes,
+                                          s->n_elems,
+                                          s->first,
+                                          &places[i],
+                                          1,
+                                          s->key,
+                                          s->dtype,
+                                          0};
+    }
+    SP_TRY_TO(done, st, spccl_delta_check(targets, n, NULL, 0, NULL, &old_bytes));
+    if (old_bytes > o->old_cap) {
+        st = SP_FAIL(SPCCL_ERR_DST_SMALL, "delta_encode: options->old_cap %zu, wanted %zu", o->old_cap,
+                     old_bytes);
+        goto done;
+    }
+    SP_TRY_TO(done, st, spccl_delta_check(targets, n, o->old, o->old_cap, NULL, NULL));
+    st = spccl_delta_apply(targets, n);
+done:
+    free(targets);
+    free(places);
+    return st;
+}
+
 spccl_status spccl_delta_encode(const spccl_delta_source *sources, size_t n_sources,
                                 const spccl_delta_options *options, void *dst, size_t dst_cap,
                                 spccl_delta_frame *frames, size_t *out_bytes)
@@ -156,7 +209,7 @@ spccl_status spccl_delta_encode(const spccl_delta_source *sources, size_t n_sour
     if (out_bytes == NULL || (n_sources != 0 && (sources == NULL || dst == NULL || frames == NULL)))
         return SP_FAIL(SPCCL_ERR_ARG, "delta_encode: sources, dst, frames or out_bytes is NULL");
     for (size_t i = 0; i < n_sources; i++)
-        SP_TRY(sp_delta_check_source("delta_encode", i, &sources[i], dst, dst_cap));
+        SP_TRY(sp_delta_check_source("delta_encode", i, &sources[i], dst, dst_cap, &o));
     SP_TRY(sp_kernels_pick(&kernels));
     j = sp_alloc64(sp_align_up(sizeof *j, 64));
     if (j == NULL)
@@ -171,6 +224,8 @@ spccl_status spccl_delta_encode(const spccl_delta_source *sources, size_t n_sour
         SP_TRY_TO(done, st, encode_source(j, &frame));
         frames[j->number] = frame;
     }
+    if (o.old != NULL)
+        SP_TRY_TO(done, st, advance(sources, n_sources, frames, dst, &o));
     *out_bytes = j->at;
 done:
     sp_free(j);

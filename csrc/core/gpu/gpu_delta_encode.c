@@ -8,10 +8,10 @@
 static const char call[] = "cuda_delta_encode";
 
 static spccl_status check_source(const spccl_delta_source *s, size_t number, const void *dst, size_t dst_cap,
-                                 int device)
+                                 const spccl_delta_options *o, int device)
 {
     char what[64];
-    SP_TRY(sp_delta_check_source(call, number, s, dst, dst_cap));
+    SP_TRY(sp_delta_check_source(call, number, s, dst, dst_cap, o));
     if (s->n_elems == 0)
         return SPCCL_OK;
     snprintf(what, sizeof what, "sources[%zu].x", number);
@@ -46,8 +46,10 @@ spccl_status spccl_cuda_delta_encode(const spccl_delta_source *sources, size_t n
     SP_TRY(ops->current_device(&device));
     if (n_sources != 0)
         SP_TRY(sp_gpu_check_memory(call, "dst", dst, 8, device, "wanted memory of"));
+    if (o.old != NULL)
+        SP_TRY(sp_gpu_check_memory(call, "options->old", o.old, 8, device, "wanted memory of"));
     for (size_t i = 0; i < n_sources; i++)
-        SP_TRY(check_source(&sources[i], i, dst, dst_cap, device));
+        SP_TRY(check_source(&sources[i], i, dst, dst_cap, &o, device));
     SP_TRY(ops->capture_id(stream, &capture));
     if (capture != 0)
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED, "%s: the stream is being captured, and this call waits for it",
@@ -57,5 +59,7 @@ spccl_status spccl_cuda_delta_encode(const spccl_delta_source *sources, size_t n
         return SPCCL_OK;
     }
     a.raw = o.raw != 0;
+    a.old = o.old;
+    a.old_cap = o.old_cap;
     return ops->delta_encode(&a, stream);
 }

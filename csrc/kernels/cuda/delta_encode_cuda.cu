@@ -42,6 +42,20 @@ static __device__ __forceinline__ void fill_up(uint8_t *p, uint32_t n)
         p[n] = 0;
 }
 
+// What the base is to become, in order, behind the staged sections.
+template <int E>
+static __device__ __forceinline__ void stage_changes(const sp_delta_shared<E> &s, uint8_t *staged,
+                                                     const sp_delta_staged &more)
+{
+    typedef typename sp_unsigned<E>::type U;
+    const uint32_t warp = threadIdx.x / 32, begin = warp * s.LIST;
+    for (uint32_t i = begin + threadIdx.x % 32; i < begin + s.n_listed[warp]; i += 32) {
+        const uint32_t rank = sp_delta_rank_of(s, s.place[i]);
+        ((U *)(staged + more.now))[rank] = s.now[i];
+        ((uint16_t *)(staged + more.places))[rank] = s.place[i];
+    }
+}
+
 // The slice that the CTA has scanned. Thread 0 notes it; the sections are written if there is room for them.
 template <int E>
 static __device__ __forceinline__ void finish_slice(const sp_delta_encode_job &a, sp_delta_shared<E> &s,
@@ -66,10 +80,10 @@ static __device__ __forceinline__ void finish_slice(const sp_delta_encode_job &a
     if (threadIdx.x == 0) {
         uint64_t staged = SP_DELTA_NOT_STAGED;
         if (k != 0 && s.is_dense == 0)
-            staged = stage(a, bytes);
+            staged = stage(a, a.old == nullptr ? bytes : sp_delta_staged(bytes, k, E).end);
         if (k != 0 && staged == SP_DELTA_NOT_STAGED)
             a.again[atomicAdd((unsigned long long *)&a.totals->n_again, 1ull)] = (uint32_t)number;
-        a.slices[number] = {k | code << SP_DELTA_CODE_SHIFT, bytes, 0, 0, sum_change, staged};
+        a.slices[number] = {k | code << SP_DELTA_CODE_SHIFT, bytes, 0, 0, sum_change, 0, staged};
         s.at = staged;
     }
     if (k == 0 || s.is_dense != 0)
@@ -81,6 +95,8 @@ static __device__ __forceinline__ void finish_slice(const sp_delta_encode_job &a
     sp_delta_write_part(s, to, {true, 0, p.n_elems, 0, 0, k});
     if (threadIdx.x == 0)
         fill_up(to.values, (code == 0 ? k : count[code]) * E);
+    if (a.old != nullptr)
+        stage_changes(s, a.dst + s.at, sp_delta_staged(bytes, k, E));
 }
 
 // Slices that a CTA takes one after the other. Most lie in the same row, which is then looked up once.
@@ -140,10 +156,25 @@ __global__ void __launch_bounds__(SP_DELTA_ENCODE_THREADS, SP_DELTA_ENCODE_CTAS)
     }
 }
 
+// The base becomes what x is in this part; `old`, of the slice, gets what it was. All threads have read the part.
+template <int E>
+static __device__ __forceinline__ void advance_part(const sp_delta_shared<E> &s, const sp_delta_piece &p,
+                                                    uint8_t *old, const sp_delta_part &part)
+{
+    typedef typename sp_unsigned<E>::type U;
+    const uint32_t warp = threadIdx.x / 32, begin = warp * s.LIST;
+    for (uint32_t i = begin + threadIdx.x % 32; i < begin + s.n_listed[warp]; i += 32) {
+        U *at = (U *)p.base + s.place[i];
+        ((U *)old)[part.rank + sp_delta_rank_of(s, s.place[i] - part.from)] = *at;
+        *at = s.now[i];
+    }
+}
+
 // Encode a slice again, where it belongs, in parts of which the lists hold every change.
 template <int E, int CAST>
 static __device__ __forceinline__ void encode_in_place(sp_delta_shared<E> &s, const sp_delta_piece &p,
-                                                       const sp_delta_encode_slice &slice, uint8_t *dst)
+                                                       const sp_delta_encode_slice &slice, uint8_t *dst,
+                                                       uint8_t *old)
 {
     constexpr uint32_t CAP = sp_delta_shared<E>::CAP;
     const uint32_t k = slice.entry & SP_DELTA_COUNT_MASK, code = slice.entry >> SP_DELTA_CODE_SHIFT;
@@ -160,6 +191,8 @@ static __device__ __forceinline__ void encode_in_place(sp_delta_shared<E> &s, co
         __syncthreads();
         part.n = sp_delta_rank(s, CAP / 64);
         sp_delta_write_part(s, to, part);
+        if (old != nullptr)
+            advance_part(s, p, old, part);
         part.rank += part.n;
         if (code != 0)
             for (uint32_t w = 0; w < SP_DELTA_ENCODE_WARPS; w++)
@@ -183,7 +216,8 @@ __global__ void __launch_bounds__(SP_DELTA_ENCODE_THREADS, SP_DELTA_ENCODE_CTAS)
         const sp_delta_encode_slice slice = a.slices[number];
         if (a.rows[row].kind == a.kind && slice.bytes != 0)
             encode_in_place<E, CAST>(s, piece_of<E, CAST>(a.rows[row], number - a.first_slice[row]), slice,
-                                     a.dst + a.frames[row].offset + (uint64_t)slice.at * 4);
+                                     a.dst + a.frames[row].offset + (uint64_t)slice.at * 4,
+                                     a.old == nullptr ? nullptr : a.old + a.old_at[row] + slice.before * E);
     }
 }
 
@@ -236,7 +270,7 @@ static spccl_status space_init(sp_delta_space *m, const sp_gpu_delta_encode_args
 {
     const size_t n = a->n_sources;
     uint64_t n_slices = 0;
-    size_t at = 0, totals, frames, rows, first, kind_first, kind_rows, slices, again;
+    size_t at = 0, totals, frames, rows, first, kind_first, kind_rows, slices, again, old_at;
     for (size_t i = 0; i < n; i++)
         n_slices += sp_delta_n_slices(a->sources[i].n_elems);
     totals = part(&at, sizeof(sp_delta_encode_totals));
@@ -249,6 +283,7 @@ static spccl_status space_init(sp_delta_space *m, const sp_gpu_delta_encode_args
     m->tables_bytes = at;
     slices = part(&at, n_slices * sizeof(sp_delta_encode_slice));
     again = part(&at, n_slices * 4);
+    old_at = part(&at, n * 8);
     m->bytes = at;
     m->host = (uint8_t *)calloc(1, m->tables_bytes);
     if (m->host == NULL)
@@ -271,11 +306,14 @@ static spccl_status space_init(sp_delta_space *m, const sp_gpu_delta_encode_args
     m->job.kind_rows = (uint32_t *)(m->device + kind_rows);
     m->job.slices = (sp_delta_encode_slice *)(m->device + slices);
     m->job.again = (uint32_t *)(m->device + again);
+    m->job.old_at = (uint64_t *)(m->device + old_at);
     m->job.n_slices = n_slices;
     m->job.n_rows = (uint32_t)n;
     m->job.dst = a->dst;
     m->job.dst_cap = a->dst_cap;
     m->job.raw = a->raw ? 1 : 0;
+    m->job.old = a->old;
+    m->job.old_cap = a->old_cap;
     return SPCCL_OK;
 }
 // Free it. Work on it is done, or was never begun.
@@ -383,6 +421,9 @@ static spccl_status read_results(const sp_delta_space *m, const sp_gpu_delta_enc
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
                        "cuda_delta_encode: sources[%u]: the frame exceeds 16 GiB: split the array into parts",
                        t->source);
+    if (t->old_bytes != 0)
+        return SP_FAIL(SPCCL_ERR_DST_SMALL, "cuda_delta_encode: options->old_cap %llu, wanted %llu",
+                       (unsigned long long)a->old_cap, (unsigned long long)t->old_bytes);
     if (t->status != 0)
         return SP_FAIL(SPCCL_ERR_DST_SMALL,
                        "cuda_delta_encode: dst_cap %llu, wanted %llu more in sources[%u]: the sum of "

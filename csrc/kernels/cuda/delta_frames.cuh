@@ -24,16 +24,18 @@ struct sp_delta_encode_slice {
     uint32_t at; // in its frame, in units of 4 bytes
     uint32_t reserved;
     uint64_t sum_change;
+    uint64_t before; // changes of the array in earlier slices; where bases advance
     uint64_t staged; // byte of dst; SP_DELTA_NOT_STAGED: it is to be encoded in place
 };
 struct sp_delta_encode_totals {
-    uint64_t staged;   // bytes at the end of dst
-    uint64_t bytes;    // of all frames
-    uint64_t n_again;  // slices that are to be encoded in place
-    uint32_t status;   // 0, or -spccl_status
-    uint32_t source;   // of which the frame did not fit
-    uint64_t wanted;   // bytes, up to the end of that frame
-    uint64_t is_moved; // 0: frames reach into the staged slices, so all are encoded in place
+    uint64_t staged;    // bytes at the end of dst
+    uint64_t bytes;     // of all frames
+    uint64_t n_again;   // slices that are to be encoded in place
+    uint32_t status;    // 0, or -spccl_status
+    uint32_t source;    // of which the frame did not fit
+    uint64_t wanted;    // bytes, up to the end of that frame
+    uint64_t is_moved;  // 0: frames reach into the staged slices, so all are encoded in place
+    uint64_t old_bytes; // of all old values, if they do not fit; else 0
 };
 
 struct sp_delta_encode_job {
@@ -52,7 +54,24 @@ struct sp_delta_encode_job {
     uint64_t room;        // of dst, for frames and staged slices: a multiple of 16
     uint64_t tables_from; // byte of dst at which the tables begin; UINT64_MAX: they are not in dst
     uint8_t *dst;         // aligned to 8 bytes
+    uint8_t *old;         // aligned to 8 bytes; nullptr: bases stay
+    uint64_t *old_at;     // [n_rows]: byte of `old`
+    uint64_t old_cap;
     uint32_t n_rows, raw;
+};
+
+__device__ __forceinline__ uint32_t sp_delta_elem_bytes(uint32_t kind) // of kinds[] in delta_encode_cuda.cu
+{
+    return kind < 4 ? 1u << kind : 2;
+}
+// Where bases advance, a staged slice has more behind its sections: the new elements, then their places, in order.
+struct sp_delta_staged {
+    uint32_t now, places, end; // bytes of what is staged
+
+    __device__ __forceinline__ sp_delta_staged(uint32_t section_bytes, uint32_t k, uint32_t elem_bytes)
+        : now((section_bytes + 7) / 8 * 8), places(now + (k * elem_bytes + 7) / 8 * 8), end(places + 2 * k)
+    {
+    }
 };
 
 // The last i < n with first[i] <= at; first[0] <= at. A whole warp calls it, with the same arguments.
@@ -97,7 +116,8 @@ static __device__ __forceinline__ uint64_t scan_block(uint64_t v, uint64_t *warp
 static __device__ __forceinline__ void sum_frame(const sp_delta_encode_job &a, uint32_t row, uint64_t *warps)
 {
     const uint64_t begin = a.first_slice[row], n = sp_delta_n_slices(a.rows[row].n_elems);
-    uint64_t at = SP_DELTA_HEADER_BYTES + n * SP_DELTA_ENTRY_BYTES, total, nnz = 0, sum_change = 0;
+    uint64_t at = SP_DELTA_HEADER_BYTES + n * SP_DELTA_ENTRY_BYTES, total, nnz = 0, sum_change = 0,
+             n_before = 0;
 
     for (uint64_t from = 0; from < n; from += SP_DELTA_FRAMES_THREADS) {
         uint64_t i = from + threadIdx.x, before;
@@ -107,6 +127,12 @@ static __device__ __forceinline__ void sum_frame(const sp_delta_encode_job &a, u
         before = scan_block(slice.bytes, warps, &total);
         if (i < n)
             a.slices[begin + i].at = (uint32_t)((at + before) / 4);
+        if (a.old != nullptr) {
+            uint64_t more, earlier = scan_block(slice.entry & SP_DELTA_COUNT_MASK, warps, &more);
+            if (i < n)
+                a.slices[begin + i].before = n_before + earlier;
+            n_before += more;
+        }
         nnz += slice.entry & SP_DELTA_COUNT_MASK;
         sum_change += slice.sum_change;
         at += total;
@@ -121,6 +147,24 @@ static __global__ void __launch_bounds__(SP_DELTA_FRAMES_THREADS)
 {
     for (uint32_t row = blockIdx.x; row < a.n_rows; row += gridDim.x)
         sum_frame(a, row, (uint64_t *)sp_block_shared());
+}
+
+// Where the old values of arrays lie, and whether they do. One CTA.
+static __device__ __forceinline__ void place_old(const sp_delta_encode_job &a, uint64_t *warps)
+{
+    uint64_t at = 0, total;
+    for (uint32_t from = 0; from < a.n_rows; from += SP_DELTA_FRAMES_THREADS) {
+        const uint32_t i = from + threadIdx.x;
+        uint64_t bytes = i < a.n_rows ? a.frames[i].nnz * sp_delta_elem_bytes(a.rows[i].kind) : 0;
+        const uint64_t filled = (bytes + 7) / 8 * 8, begin = at + scan_block(filled, warps, &total);
+        if (i < a.n_rows)
+            a.old_at[i] = begin;
+        at += total;
+    }
+    if (threadIdx.x == 0 && a.totals->status == 0 && at > a.old_cap) {
+        a.totals->status = (uint32_t)-SPCCL_ERR_DST_SMALL;
+        a.totals->old_bytes = at; // of all
+    }
 }
 
 // One CTA: where frames lie, and whether they do.
@@ -156,6 +200,10 @@ static __global__ void __launch_bounds__(SP_DELTA_FRAMES_THREADS)
         if (t->status == 0 && at > a.tables_from)
             t->status = SP_DELTA_NO_TABLES;
     }
+    if (a.old != nullptr) {
+        __syncthreads();
+        place_old(a, warps);
+    }
 }
 
 // ---- frames ----
@@ -174,6 +222,52 @@ static __device__ __forceinline__ void copy_words(uint32_t *to, const uint32_t *
                 to[begin + q * 32 + threadIdx.x % 32] = v[q];
     }
 }
+// The base becomes what x was, at k places in order; `old` gets what it was. A warp calls it.
+template <class U>
+static __device__ __forceinline__ void advance(U *base, U *old, const U *now, const uint16_t *place,
+                                               uint32_t k)
+{
+    constexpr uint32_t UNROLL = 4;
+    for (uint32_t begin = threadIdx.x % 32; begin < k; begin += UNROLL * 32) {
+        U was[UNROLL];
+#pragma unroll
+        for (uint32_t q = 0; q < UNROLL; q++)
+            if (begin + q * 32 < k)
+                was[q] = base[place[begin + q * 32]];
+#pragma unroll
+        for (uint32_t q = 0; q < UNROLL; q++)
+            if (begin + q * 32 < k) {
+                base[place[begin + q * 32]] = now[begin + q * 32];
+                old[begin + q * 32] = was[q];
+            }
+    }
+}
+template <class U>
+static __device__ __forceinline__ void advance_staged(const sp_delta_encode_job &a, uint32_t row,
+                                                      uint64_t number, const sp_delta_encode_slice &slice)
+{
+    const uint32_t k = slice.entry & SP_DELTA_COUNT_MASK;
+    const sp_delta_staged more(slice.bytes, k, sizeof(U));
+    const uint8_t *staged = a.dst + slice.staged;
+    U *base = (U *)a.rows[row].base + (number - a.first_slice[row]) * SP_DELTA_SLICE_ELEMS;
+    advance(base, (U *)(a.old + a.old_at[row]) + slice.before, (const U *)(staged + more.now),
+            (const uint16_t *)(staged + more.places), k);
+}
+static __device__ __forceinline__ void advance_any(const sp_delta_encode_job &a, uint32_t row,
+                                                   uint64_t number, const sp_delta_encode_slice &slice)
+{
+    switch (sp_delta_elem_bytes(a.rows[row].kind)) {
+    case 1:
+        return advance_staged<uint8_t>(a, row, number, slice);
+    case 2:
+        return advance_staged<uint16_t>(a, row, number, slice);
+    case 4:
+        return advance_staged<uint32_t>(a, row, number, slice);
+    default:
+        return advance_staged<uint64_t>(a, row, number, slice);
+    }
+}
+
 // The header, and zeros after the last slice. One thread calls it.
 static __device__ __forceinline__ void write_header(const sp_delta_encode_job &a, uint32_t row)
 {
@@ -214,9 +308,12 @@ static __global__ void __launch_bounds__(SP_DELTA_PLACE_THREADS)
         if (threadIdx.x % 32 == 0)
             ((uint64_t *)(frame + SP_DELTA_HEADER_BYTES))[i - a.first_slice[row]] =
                 slice.entry | (uint64_t)slice.at << 32;
-        if (is_moved && slice.bytes != 0 && slice.staged != SP_DELTA_NOT_STAGED)
+        if (is_moved && slice.bytes != 0 && slice.staged != SP_DELTA_NOT_STAGED) {
             copy_words((uint32_t *)(frame + (uint64_t)slice.at * 4), (const uint32_t *)(a.dst + slice.staged),
                        slice.bytes / 4);
+            if (a.old != nullptr)
+                advance_any(a, row, i, slice);
+        }
     }
 }
 
