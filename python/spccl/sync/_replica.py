@@ -208,7 +208,7 @@ class Replica:
             self._staging.join(timeout_s)
             if self._staging.is_alive():
                 raise TimeoutError(
-                    f"{self.who}: version {self._staging.version}: it was not read within {timeout_s:g} s"
+                    f"{self.who}: version {self._staging.version}: it was not read within {timeout_s:.3g} s"
                 )
 
     def update(self, version: int, timeout_s: float) -> None:
@@ -220,7 +220,7 @@ class Replica:
         deadline = time.monotonic() + timeout_s
         before, error, manifest_hash = self.version, None, ""
         try:
-            manifest_hash = self._staged(version, timeout_s)
+            manifest_hash = self._staged(version, 0.8 * timeout_s)  # the others wait for this worker's vote until then
         except Exception as failure:
             error = failure
         what = f"version {version}: stage"
@@ -236,11 +236,11 @@ class Replica:
 
     def _staged(self, version: int, timeout_s: float) -> str:
         """Wait until a version is staged. Returns the hash of its manifest."""
-        pull = self._need_pull()
+        pull, deadline = self._need_pull(), time.monotonic() + timeout_s
         if self._staging is None or self._staging.version != version:
             self._begin(version, timeout_s)
         assert self._staging is not None
-        self._join(timeout_s)
+        self._join(max(0.0, deadline - time.monotonic()))
         staging, self._staging = self._staging, None
         if staging.error is not None:
             raise staging.error
