@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from test_comm import run_threads
 
 import spccl
 from spccl import _ext, schedule, verify
@@ -72,6 +73,35 @@ def _rank_main(rank, groups, per_host):
             lines = comm.describe_schedules()
             assert all(f" of {Path(path).name}, forced" in line for line in lines), lines
     return digest.hexdigest()
+
+
+@pytest.mark.parametrize("source", EXAMPLES, ids=lambda p: p.stem)
+def test_shipped_schedules_in_threads(tmp_path, source):
+    """What the slow test does with processes, for few sizes: sums of whole numbers are exact."""
+    path = tmp_path / f"{source.stem}.plan"
+    path.write_text(schedule.compile_file(source, [(4, None)]))
+    collectives = {p["collective"] for p in check_text(path.read_text())}
+
+    def rank_main(comm):
+        for dtype in DTYPES:
+            for n in (100, 40_000):
+                inputs = [_whole(r, n, dtype) for r in range(4)]
+                for collective in sorted(collectives):
+                    got, wanted = _run(comm, collective, inputs, dtype)
+                    assert verify.difference(got, wanted) is None, f"{collective} of {n} {dtype}"
+        assert all(f" of {path.name}, forced" in line for line in comm.describe_schedules())
+
+    run_threads(4, rank_main, schedule=f"file:{path}")
+
+
+def test_the_page(tmp_path):
+    """The example in Python, and the plan file, of docs/SCHEDULES.md."""
+    page = (Path(__file__).parents[2] / "docs/SCHEDULES.md").read_text()
+    source = tmp_path / "page.py"
+    source.write_text(page.split("```python\n")[1].split("```")[0])
+    for text in (schedule.compile_file(source, [(5, None)]), page.split("```text\n")[1].split("```")[0]):
+        (plan,) = check_text(text)
+        assert plan["collective"] == "all_reduce"
 
 
 @pytest.mark.slow
