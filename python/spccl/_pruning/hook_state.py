@@ -255,7 +255,7 @@ def reshard(
                     parameters[name][key] = None if entry[key] is None else torch.zeros_like(entry[key])
                 else:
                     wide = torch.promote_types(parts[0].dtype, torch.float32)
-                    total = sum((p.to(wide) for p in parts[1:]), parts[0].to(wide))
+                    total = sum((p.to(parts[0].device, wide) for p in parts[1:]), parts[0].to(wide))
                     parameters[name][key] = (total * factor).to(parts[0].dtype)
             for saved in (s["parameters"][name].get("kept") for s in states):
                 residual = parameters[name]["residual"]
