@@ -42,13 +42,9 @@ _source = click.argument("source", metavar="FILE", type=click.Path(exists=True, 
 _ranks = click.option(
     "--ranks",
     type=_Topology(),
-    default="2,4,8",
-    show_default=True,
-    help="For a FILE of Python: numbers of ranks on any hosts.",
+    help="For a FILE of Python: numbers of ranks on any hosts.  [default: 2,4,8, or none with --hosts]",
 )
-_hosts = click.option(
-    "--hosts", type=_Topology(), default=None, help="For a FILE of Python: shapes too, as in 2x4: 2 hosts of 4 ranks."
-)
+_hosts = click.option("--hosts", type=_Topology(), help="For a FILE of Python: shapes, as in 2x4: 2 hosts of 4 ranks.")
 
 
 @click.group("schedule")
@@ -59,11 +55,11 @@ def schedule_group() -> None:
     """
 
 
-def _text_of(source: Path, ranks: Topologies, hosts: Topologies | None) -> str:
+def _text_of(source: Path, ranks: Topologies | None, hosts: Topologies | None) -> str:
     """The plan file: read, or compiled from Python."""
     try:
         if source.suffix == ".py":
-            return compile_file(source, [*ranks, *(hosts or [])])
+            return compile_file(source, [*(ranks or []), *(hosts or [])] or [(n, None) for n in (2, 4, 8)])
         return source.read_text(encoding="ascii")
     except ScheduleError as error:
         raise Fail(f"{source}: {error}") from error
@@ -94,7 +90,7 @@ def _checked(source: Path, text: str) -> list[dict[str, Any]]:
 @click.option("-o", "--output", type=OutFile(), required=True, help="The plan file to write.")
 @_ranks
 @_hosts
-def compile_command(source: Path, output: Path, ranks: Topologies, hosts: Topologies | None) -> None:
+def compile_command(source: Path, output: Path, ranks: Topologies | None, hosts: Topologies | None) -> None:
     """Write the plan file of a schedule in Python.
 
     It runs FILE once for each topology. SPCCL_SCHEDULE=file:OUTPUT runs the plans.
@@ -109,7 +105,7 @@ def compile_command(source: Path, output: Path, ranks: Topologies, hosts: Topolo
 @_source
 @_ranks
 @_hosts
-def check_command(source: Path, ranks: Topologies, hosts: Topologies | None) -> None:
+def check_command(source: Path, ranks: Topologies | None, hosts: Topologies | None) -> None:
     """Prove every plan of a file right, or name rank, step and reason.
 
     Exit code 1 if a plan is refused.
@@ -150,7 +146,7 @@ def check_command(source: Path, ranks: Topologies, hosts: Topologies | None) -> 
 @click.option("--plan", "name", help="Only plans with this name.")
 @click.option("-o", "--output", type=OutFile(), help="Figure of one plan: .png, .svg or .pdf; else text.")
 def show_command(
-    source: Path, ranks: Topologies, hosts: Topologies | None, name: str | None, output: Path | None
+    source: Path, ranks: Topologies | None, hosts: Topologies | None, name: str | None, output: Path | None
 ) -> None:
     """Draw plans: ranks over rounds.
 
