@@ -254,7 +254,7 @@ static void test_lengths(void)
                 continue;
             add(lengths[i], kinds[k].x, kinds[k].wire, 0);
             /* On the GPU in software some densities, others for each dtype and length. */
-            const size_t step = is_small ? (is_long_array ? 9 : 3) : is_slow ? (is_long_array ? 4 : 2) : 1;
+            const size_t step = is_small ? (is_long_array ? 9 : 3) : is_slow ? (is_long_array ? 6 : 3) : 1;
             for (size_t d = (k + i) % step; d < sizeof permille / sizeof *permille; d += step)
                 run(permille[d], (change)((i + d) % N_CHANGES), (i + d) % 5 == 4);
             drop();
@@ -264,7 +264,7 @@ static void test_lengths(void)
 /* A list of arrays of all dtypes, some without elements; starts that are not aligned to 16 bytes. */
 static void test_lists(void)
 {
-    for (int round = 0; round < (is_small ? 1 : 6) * n_rounds; round++) {
+    for (int round = 0; round < (is_small ? 1 : is_slow ? 3 : 6) * n_rounds; round++) {
         for (size_t i = 0; i < N_MOST; i++) {
             const size_t k = rand_below(&test_rng_state, N_KINDS);
             const uint64_t n =
