@@ -1,5 +1,7 @@
 """spccl.sync.record: what load_weights copies where. Models here fuse, shard, tie and cast as those of servers do."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -155,6 +157,21 @@ def test_refused_by_name(case):
     assert torch.equal(param, torch.full((4, 4), 3.0))
 
 
+@pytest.mark.parametrize("raises", [True, False])
+def test_other_threads_are_refused(raises):
+    """Only here: a mode of torch is of one thread, so a pool's copies of unset memory would reach live weights."""
+    param = torch.full((64, 64), 3.0)
+
+    def load_weights(weights):
+        with ThreadPoolExecutor(1) as pool:
+            for copies in [pool.submit(param.copy_, x[:]) for _, x in weights]:
+                copies.result() if raises else copies.exception()
+
+    with pytest.raises(MismatchError, match=r"'w'.*another thread.*before they serve"):
+        record(load_weights, [("w", param.dtype, (64, 64))])
+    assert torch.equal(param, torch.full((64, 64), 3.0))
+
+
 def test_proof_names_the_tensor():
     server = Server(0)
     plan = record(server.load_weights, meta(checkpoint()))
@@ -167,7 +184,7 @@ def test_proof_names_the_tensor():
     with pytest.raises(MismatchError, match="'extra': 3 of 3"):
         prove(plan, checkpoint(), [("extra", extra)])
     with pytest.raises(MismatchError, match="'head'"):
-        prove(plan, checkpoint()[:-1])
+        prove(plan, checkpoint()[:-1], [])
 
 
 def test_proof_of_a_plan_with_dense_tensors():

@@ -4,7 +4,8 @@
     prove(plan, checkpoint, model.named_parameters())      # after the receiver has loaded that checkpoint
     pull = spccl.sync.Subscriber(folder, places=plan)
 
-`record` changes no tensor of the receiver: it notes each `copy_` from a source to memory that was there before.
+`record` notes each `copy_` from a source to memory that was there before, and does not execute it. Sources work only in
+the thread that called `record`: load_weights that copies them in other threads is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spccl.errors import MismatchError
 
@@ -28,6 +29,31 @@ MOST_BOXES = 65536  # of one copy_: a copy of more is refused
 
 class _Refused(Exception):
     """A copy that is no list of boxes. The text says why."""
+
+
+class _Source(torch.Tensor):
+    """A source, or what was made from it: its memory is unset. Only a recorder reads it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # results are of the class that the recorder gives them
+    recorder: _Recorder
+    plain: torch.Tensor
+
+    @classmethod
+    def of(cls, x: torch.Tensor, recorder: _Recorder) -> _Source:
+        made = torch.Tensor._make_subclass(cls, x)
+        made.recorder, made.plain = recorder, x
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A call that the recorder did not see: of another thread, or after `record`."""
+        source = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, _Source))
+        names = source.recorder.names_of(source.plain)
+        source.recorder.unseen = MismatchError(
+            f"record: tensor {names}: load_weights uses it in another thread ({func}), where no copy is recorded; that "
+            "thread may have written other memory: load all weights again before they serve"
+        )
+        raise source.recorder.unseen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +87,19 @@ def record(
 ) -> Plan:
     """Call `load_weights` with a tensor of unset memory for each of `tensors`, and note where it copies them.
 
-    Nothing is written to memory that was there before. Memory of a source is never touched, unless load_weights
-    computes with it.
+    The calling thread writes nothing to memory that was there before. Memory of a source is never touched, unless
+    load_weights computes with it.
     Args:
         load_weights: takes an iterator of (name, CPU tensor), as vLLM's models do.
         tensors: name, dtype and shape of each tensor of the checkpoint.
+    Raises: MismatchError where load_weights uses a source in another thread: the receiver must not serve before all
+        weights were loaded again.
     """
     recorder = _Recorder()
     with torch.no_grad(), recorder:
         load_weights(recorder.sources(tensors))
+    if recorder.unseen is not None:
+        raise recorder.unseen
     places = {name: found for name, found in recorder.places.items() if name not in recorder.dense}
     fixed = recorder.fixed + [place.dst for name in recorder.dense for place in recorder.places[name]]
     return Plan(places, recorder.dense, fixed)
@@ -81,6 +111,7 @@ class _Recorder(TorchDispatchMode):
         self.places: dict[str, list[Place]] = {}
         self.dense: dict[str, str] = {}
         self.fixed: list[torch.Tensor] = []
+        self.unseen: MismatchError | None = None
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}  # by storage; the tensor keeps its storage alive
         self._made: dict[int, torch.UntypedStorage] = {}  # meanwhile, so not of the receiver; kept, so no number recurs
 
@@ -91,17 +122,23 @@ class _Recorder(TorchDispatchMode):
             x = torch.empty(tuple(shape), dtype=dtype, device="cpu")
             self._sources[_storage(x)] = name, x
             self.places[name] = []
-            yield name, x
+            yield name, _Source.of(x, self)
+
+    def names_of(self, x: torch.Tensor) -> str:
+        """For a message: the name of a source, or those that had come when x was made from some."""
+        found = self._sources.get(_storage(x))
+        return repr(found[0]) if found else f"made from one of {', '.join(map(repr, list(self.places)[-3:]))}"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        given_args, given_kwargs = args, kwargs or {}
+        args, kwargs = tree_map_only(_Source, lambda x: x.plain, (given_args, given_kwargs))
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         read = [self._sources[s] for s in {_storage(x) for x in given} if s in self._sources]
         written = self._written(func, args, kwargs)
         live = [x for x in written if _storage(x) not in self._sources and _storage(x) not in self._made]
         if live:
             self._write(func, args, live, [name for name, _ in read])
-            return _result(func, args, kwargs, written)
+            return _result(func, written)
         out = func(*args, **kwargs)
         before = {_storage(x) for x in given}
         new = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and _storage(x) not in before]
@@ -110,7 +147,11 @@ class _Recorder(TorchDispatchMode):
         is_view = not written and not new and any(isinstance(x, torch.Tensor) for x in tree_leaves(out))
         for name, _ in read if not is_view else ():
             self.dense.setdefault(name, f"load_weights computes with it: {func}")
-        return out
+        if written and not new:
+            return _result(func, self._written(func, given_args, given_kwargs)) if func._schema.returns else out
+        if not any(isinstance(x, _Source) for x in tree_leaves((given_args, given_kwargs))):
+            return out
+        return tree_map_only(torch.Tensor, lambda x: _Source.of(x, self), out)
 
     @staticmethod
     def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -140,7 +181,7 @@ class _Recorder(TorchDispatchMode):
             self.fixed.append(x)
 
 
-def _result(func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
+def _result(func: Any, written: list[torch.Tensor]) -> Any:
     n = len(func._schema.returns)
     return None if n == 0 else written[0] if n == 1 else tuple(written[:n])
 
@@ -209,7 +250,7 @@ def _merged(dst: torch.Tensor, src: torch.Tensor) -> list[tuple[int, int, int]]:
 def prove(
     plan: Plan,
     checkpoint: Iterable[tuple[str, torch.Tensor]],
-    parameters: Iterable[tuple[str, torch.Tensor]] = (),
+    parameters: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
     """Compare what lies at the places with the checkpoint that the receiver has loaded, bit for bit.
 
