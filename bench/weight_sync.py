@@ -155,6 +155,7 @@ def main() -> None:
     p.add_argument("--values", choices=["raw", "adam"], default="raw")
     p.add_argument("--rounds", type=int, default=6)
     p.add_argument("--dense-every", type=int, default=2, help="Gloo runs in one of so many rounds")
+    p.add_argument("--timeout-s", type=int, default=7200, help="of all rounds at one rate; then the ranks are ended")
     args = p.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("fork")
@@ -169,8 +170,15 @@ def main() -> None:
             ]
             for process in ranks:
                 process.start()
+            deadline = time.monotonic() + args.timeout_s
             for process in ranks:
-                process.join()
+                process.join(max(0, deadline - time.monotonic()))
+            late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+            for rank in late:
+                ranks[rank].kill()
+                ranks[rank].join()
+            if late:
+                raise SystemExit(f"no end within {args.timeout_s} s: ranks {late}")
             if any(process.exitcode for process in ranks):
                 raise SystemExit("a rank failed")
             while not results.empty():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import time
 
 import pytest
 
@@ -14,6 +15,8 @@ from sync_runs import Net, change, state  # noqa: E402
 
 import spccl  # noqa: E402
 from spccl.sync import Publisher, Subscriber  # noqa: E402
+
+MOST_S = 240  # of one round of all ranks: several times the timeout of a group
 
 
 class Ranks:
@@ -65,11 +68,14 @@ def at_once(*calls) -> list:
         except Exception as error:
             results[place] = error
 
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(calls))]
+    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(calls))]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + MOST_S
     for thread in threads:
-        thread.join()
+        thread.join(max(0, deadline - time.monotonic()))
+    late = [place for place, thread in enumerate(threads) if thread.is_alive()]
+    assert not late, f"no end within {MOST_S} s: calls {late} of {len(calls)}"
     return results
 
 
