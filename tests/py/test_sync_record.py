@@ -172,6 +172,43 @@ def test_other_threads_are_refused(raises):
     assert torch.equal(param, torch.full((64, 64), 3.0))
 
 
+def assign(net, x):
+    net.w.data = x
+
+
+def replace(net, x):
+    net.w = torch.nn.Parameter(x, requires_grad=False)
+
+
+def assign_in_a_thread(net, x):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(assign, net, torch.zeros(4, 4)).result()
+
+
+@pytest.mark.parametrize("act", [assign, replace, assign_in_a_thread])
+def test_other_memory_is_refused_and_restored(act):
+    """Only here: an assignment is no copy, so the live model would keep unset memory."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.full((4, 4), 3.0), requires_grad=False)
+
+        def load_weights(self, weights):
+            for _, x in weights:
+                act(self, x)
+
+    net = Net()
+    memory = net.w, net.w.data_ptr()
+    with pytest.raises(MismatchError, match="'w': load_weights gives it other memory"):
+        record(net.load_weights, [("w", torch.float32, (4, 4))])
+    assert net.w is memory[0] and net.w.data_ptr() == memory[1] and torch.equal(net.w, torch.full((4, 4), 3.0))
+    if act is assign:  # a function of its own: what it changes is not known, so the assignment itself is refused
+        with pytest.raises(MismatchError, match="other memory"):
+            record(lambda weights: [act(net, x) for _, x in weights], [("w", torch.float32, (4, 4))])
+        assert net.w.data_ptr() == memory[1]
+
+
 def test_proof_names_the_tensor():
     server = Server(0)
     plan = record(server.load_weights, meta(checkpoint()))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -93,16 +94,67 @@ def record(
         load_weights: takes an iterator of (name, CPU tensor), as vLLM's models do.
         tensors: name, dtype and shape of each tensor of the checkpoint.
     Raises: MismatchError where load_weights uses a source in another thread: the receiver must not serve before all
-        weights were loaded again.
+        weights were loaded again. And where it gives a parameter other memory (`.data =`): the parameter has its own
+        again, if load_weights is a method of the module.
     """
     recorder = _Recorder()
-    with torch.no_grad(), recorder:
-        load_weights(recorder.sources(tensors))
+    owner = getattr(load_weights, "__self__", None)
+    memory = _Memory(owner if isinstance(owner, torch.nn.Module) else torch.nn.Module())
+    try:
+        with torch.no_grad(), recorder, _Assignments(recorder, memory):
+            load_weights(recorder.sources(tensors))
+    finally:
+        moved = memory.restore()
+    if moved:
+        raise MismatchError(f"record: parameter {moved[0]!r}: load_weights gives it other memory")
     if recorder.unseen is not None:
         raise recorder.unseen
     places = {name: found for name, found in recorder.places.items() if name not in recorder.dense}
     fixed = recorder.fixed + [place.dst for name in recorder.dense for place in recorder.places[name]]
     return Plan(places, recorder.dense, fixed)
+
+
+class _Memory:
+    """Which memory the parameters and buffers of a module have."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._all: list[tuple[str, dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
+        for prefix, part in module.named_modules():
+            both: list[dict[str, Any]] = [part._parameters, part._buffers]
+            for tensors in both:
+                for key, x in tensors.items():
+                    if x is not None:
+                        self._all.append((f"{prefix}.{key}" if prefix else key, tensors, key, x, x.data))
+
+    def name_of(self, x: torch.Tensor) -> str:
+        return next((repr(name) for name, _, _, y, _ in self._all if x is y), f"of shape {list(x.shape)}")
+
+    def restore(self) -> list[str]:
+        """Give each its memory again. Returns the names of those that had other memory."""
+        moved = []
+        for name, tensors, key, x, data in self._all:
+            now = tensors.get(key)
+            if now is None or not _is_same_memory(now, data):
+                moved.append(name)
+                tensors[key] = x
+            if not _is_same_memory(x, data):
+                x.data = data
+        return moved
+
+
+class _Assignments(TorchFunctionMode):
+    """Refuses `x.data = y` for memory that was there before. Dispatch does not see it."""
+
+    def __init__(self, recorder: _Recorder, memory: _Memory) -> None:
+        super().__init__()
+        self._recorder, self._memory = recorder, memory
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_assignment = func == torch.Tensor.data.__set__  # type: ignore[attr-defined]
+        if is_assignment and self._recorder.is_live(args[0]) and not _is_same_memory(*args):
+            name = self._memory.name_of(args[0])
+            raise MismatchError(f"record: parameter {name}: load_weights gives it other memory, with `.data =`")
+        return func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):
@@ -129,13 +181,16 @@ class _Recorder(TorchDispatchMode):
         found = self._sources.get(_storage(x))
         return repr(found[0]) if found else f"made from one of {', '.join(map(repr, list(self.places)[-3:]))}"
 
+    def is_live(self, x: torch.Tensor) -> bool:
+        return _storage(x) not in self._sources and _storage(x) not in self._made
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given_args, given_kwargs = args, kwargs or {}
         args, kwargs = tree_map_only(_Source, lambda x: x.plain, (given_args, given_kwargs))
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         read = [self._sources[s] for s in {_storage(x) for x in given} if s in self._sources]
         written = self._written(func, args, kwargs)
-        live = [x for x in written if _storage(x) not in self._sources and _storage(x) not in self._made]
+        live = [x for x in written if self.is_live(x)]
         if live:
             self._write(func, args, live, [name for name, _ in read])
             return _result(func, written)
@@ -188,6 +243,10 @@ def _result(func: Any, written: list[torch.Tensor]) -> Any:
 
 def _storage(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
+
+
+def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
 
 
 def _span(x: torch.Tensor) -> tuple[int, int]:
