@@ -172,6 +172,38 @@ def test_other_threads_are_refused(raises):
     assert torch.equal(param, torch.full((64, 64), 3.0))
 
 
+DERIVED = {
+    "copied": lambda embed, head: head.copy_(embed),
+    "copied in part": lambda embed, head: head[:2].copy_(embed.t()[:2]),
+    "through a temporary": lambda embed, head: head.copy_(torch.empty(4, 4).copy_(embed * 2)),
+    "added": lambda embed, head: head.add_(embed),
+    "a number": lambda embed, head: head.fill_(embed.max().item()),
+}
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("case", DERIVED)
+def test_a_source_of_other_weights_is_refused(case, first):
+    """Only here: what load_weights makes from loaded weights, before or after them, would stay behind in an update.
+    What it makes from constants alone is none of that."""
+    embed, head, good = (torch.full((4, 4), 3.0) for _ in range(3))
+    table, rope = torch.arange(4.0), torch.zeros(4)
+
+    def load_weights(weights):
+        good.copy_(torch.zeros_like(good))
+        for name, x in weights:
+            if first and name == "embed":
+                DERIVED[case](embed, head)
+            (embed if name == "embed" else good).copy_(x)
+        rope.copy_(table * 2)
+        if not first:
+            DERIVED[case](embed, head)
+
+    plan = record(load_weights, [("embed", embed.dtype, (4, 4)), ("good", good.dtype, (4, 4))])
+    assert "makes others from it" in plan.dense["embed"] and list(plan) == ["good"]
+    assert torch.equal(head, torch.full((4, 4), 3.0))
+
+
 def assign(net, x):
     net.w.data = x
 

@@ -26,6 +26,7 @@ from spccl.errors import MismatchError
 from .delta import Place
 
 MOST_BOXES = 65536  # of one copy_: a copy of more is refused
+_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)  # their results are no tensors
 
 
 class _Refused(Exception):
@@ -65,7 +66,7 @@ class Plan(Mapping[str, list[Place]]):
         places: of each name.
         dense: names that no place describes, and why. They are not keys of this mapping, so a `Subscriber` refuses
             them by name: only load_weights loads them.
-        fixed: memory that load_weights fills otherwise: without a source, such as padding, or with a `dense` tensor.
+        fixed: memory that load_weights fills otherwise: with constants, such as padding, or from a `dense` tensor.
     """
 
     places: dict[str, list[Place]]
@@ -109,6 +110,7 @@ def record(
         raise MismatchError(f"record: parameter {moved[0]!r}: load_weights gives it other memory")
     if recorder.unseen is not None:
         raise recorder.unseen
+    recorder.name_derived()
     places = {name: found for name, found in recorder.places.items() if name not in recorder.dense}
     fixed = recorder.fixed + [place.dst for name in recorder.dense for place in recorder.places[name]]
     return Plan(places, recorder.dense, fixed)
@@ -166,6 +168,8 @@ class _Recorder(TorchDispatchMode):
         self.unseen: MismatchError | None = None
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}  # by storage; the tensor keeps its storage alive
         self._made: dict[int, torch.UntypedStorage] = {}  # meanwhile, so not of the receiver; kept, so no number recurs
+        self._from: dict[int, list[torch.Tensor]] = {}  # by storage of those: memory of the receiver they come from
+        self._derived: list[tuple[torch.Tensor, Any]] = []  # memory of the receiver that others come from, and how
 
     def sources(self, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, dtype, shape in tensors:
@@ -191,6 +195,9 @@ class _Recorder(TorchDispatchMode):
         read = [self._sources[s] for s in {_storage(x) for x in given} if s in self._sources]
         written = self._written(func, args, kwargs)
         live = [x for x in written if self.is_live(x)]
+        origins = self._origins(func, given, live)
+        if live or func in _READS:
+            self._derived += [(x, func) for x in origins]
         if live:
             self._write(func, args, live, [name for name, _ in read])
             return _result(func, written)
@@ -199,6 +206,9 @@ class _Recorder(TorchDispatchMode):
         new = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and _storage(x) not in before]
         for x in new:
             self._made[_storage(x)] = x.untyped_storage()
+        if origins:
+            for x in (*new, *written):
+                self._from[_storage(x)] = origins
         is_view = not written and not new and any(isinstance(x, torch.Tensor) for x in tree_leaves(out))
         for name, _ in read if not is_view else ():
             self.dense.setdefault(name, f"load_weights computes with it: {func}")
@@ -207,6 +217,24 @@ class _Recorder(TorchDispatchMode):
         if not any(isinstance(x, _Source) for x in tree_leaves((given_args, given_kwargs))):
             return out
         return tree_map_only(torch.Tensor, lambda x: _Source.of(x, self), out)
+
+    def _origins(self, func: Any, given: list[torch.Tensor], live: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Memory of the receiver whose values the call reads, itself or by what was made of them."""
+        if func._schema.name.endswith("_like") or "::new_" in func._schema.name:
+            return []
+        found: dict[tuple[int, int, int], torch.Tensor] = {}
+        for x in given:
+            if not any(x is y for y in live):
+                for y in [x] if self.is_live(x) else self._from.get(_storage(x), []):
+                    found[_storage(y), *_span(y)] = y
+        return list(found.values())
+
+    def name_derived(self) -> None:
+        """Tensors whose places others were made from are dense: a write of the places would not reach the others."""
+        for x, func in self._derived:
+            for name, places in self.places.items():
+                if any(_meet(x, place.dst) for place in places):
+                    self.dense.setdefault(name, f"load_weights makes others from it, where it lies: {func}")
 
     @staticmethod
     def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
