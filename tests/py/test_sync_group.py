@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import threading
 import time
@@ -65,7 +66,7 @@ def at_once(*calls) -> list:
     def run(place: int) -> None:
         try:
             results[place] = calls[place]()
-        except Exception as error:
+        except BaseException as error:
             results[place] = error
 
     threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(calls))]
@@ -137,6 +138,39 @@ def test_a_change_above_the_limit(ranks):
     assert run.round() == [3, 3]
     run.check(3)
     run.push.verify()
+
+
+@pytest.mark.parametrize("density", [0.02, 1.0])  # the base takes over kept frames, or the weights
+def test_the_base_cannot_follow(ranks, density, monkeypatch):
+    """All receivers took the version, and then the publisher's base fails half way. The next version reaches all."""
+    net = torch.nn.Sequential(torch.nn.Linear(1024, 512), torch.nn.Linear(512, 1024))
+    run = ranks(1)
+    run.net, run.nets = net, [copy.deepcopy(net)]
+    run.push = Publisher(run.comms[0], net, staging_bytes=3 << 20)
+    run.pulls = [Subscriber(run.comms[1], run.nets[0])]
+    assert run.round() == [1, 1]
+    change(net, 1, density)
+    real = run.push._advance_base
+
+    def fails(writer, new) -> None:
+        with torch.no_grad():
+            run.push.base[0].view(-1)[:7] += 1
+        raise KeyboardInterrupt("no")
+
+    monkeypatch.setattr(run.push, "_advance_base", fails)
+    results = run.round()
+    assert isinstance(results[0], KeyboardInterrupt) and results[1] == 2
+    assert run.push.version == 2
+    run.check(2)
+    with pytest.raises(spccl.StateError, match="the base is lost"):
+        run.push.verify()
+    monkeypatch.setattr(run.push, "_advance_base", real)
+    for number in (3, 4):
+        change(net, number)
+        assert run.round() == [number] * 2
+        assert (run.push.stats()["anchor_bytes"] > 0) == (number == 3)
+        run.check(number)
+    assert run.push.verify() == 4
 
 
 @pytest.mark.parametrize("where", ["stage", "commit", "abandon"])

@@ -68,6 +68,7 @@ class GroupPublisher(Publisher):
         self._begin(tensors, wire_dtype, staging_bytes, key)
         self._sent: list[_Sent] = []  # oldest first
         self._needs_anchor = False
+        self._number: int | None = None  # of the last version that all took; the base may lack it
 
     def close(self) -> None:
         """Nothing: the group is the caller's."""
@@ -79,7 +80,7 @@ class GroupPublisher(Publisher):
     @property
     def version(self) -> int | None:
         """The last version that all receivers took; None: none yet."""
-        return None if self._have is None else self._have.version
+        return self._number
 
     @property
     def epoch(self) -> int:
@@ -94,9 +95,11 @@ class GroupPublisher(Publisher):
         """Send the tensors as the next version to all receivers, which call `stage` and `commit`. Returns its number.
 
         Raises: PeerError that names the rank which failed to stage or commit it, the version and why; no rank has it
-            then, and the next `publish` has both changes. What the group raises if a rank is gone or late.
+            then, and the next `publish` has both changes. What the group raises if a rank is gone or late. If only the
+            base could not take over the change, `version` is the new one, which all receivers have, and the next
+            `publish` sends the weights themselves.
         """
-        group, version = self._group, 1 if self._have is None else self._have.version + 1
+        group, version = self._group, (self._number or 0) + 1
         hellos = group.gather("hello", version, role="publisher", sha256=None)
         receivers = [record for rank, record in enumerate(hellos) if rank != group.rank]
         _require_roles(group, hellos)
@@ -122,8 +125,9 @@ class GroupPublisher(Publisher):
         if not anchor_first:
             self._send_anchor(manifest)
         group.vote("commit", version, None)
-        self._stats = _stats(manifest)
+        self._number = version
         self._advance_group(writer, new)
+        self._stats = _stats(manifest)
         return version
 
     def _knows(self, record: dict[str, Any]) -> bool:
@@ -191,24 +195,36 @@ class GroupPublisher(Publisher):
             raise
 
     def _advance_group(self, writer: Writer, new: _Sent) -> None:
-        """The base becomes what the receivers have now."""
-        if self._have is not None:
-            if writer.kept is not None:
-                step = _route.Step(new.manifest, new.sha256, False)
-                boxes = _encode.boxes(new.manifest.tensors, self.base)
-                _staged.change_of(step, boxes, _staged.frames_of(writer.kept, new.manifest)).apply()
-            else:
-                for base, (x, dtype) in zip(self.base, self._now(), strict=True):
-                    base.copy_(_encode.rounded(x, dtype))
+        """The base becomes what the receivers have now. If this fails, the next publish makes one of new weights."""
+        before, sent = self._have, self._sent
+        self._have, self._sent = None, []
+        try:
+            if before is not None:
+                self._advance_base(writer, new)
+        except BaseException:
+            self.base = []
+            raise
+        self._sent = [*sent, new] if new.delta is not None else []
         self._have = _route.Have(new.manifest.version, new.sha256, new.manifest.tensors)
-        self._sent = [*self._sent, new] if new.delta is not None else []
         while len(self._sent) > self.keep or self.stats()["kept_bytes"] > self.staging_bytes:
             del self._sent[0]
 
+    def _advance_base(self, writer: Writer, new: _Sent) -> None:
+        if writer.kept is not None:
+            step = _route.Step(new.manifest, new.sha256, False)
+            boxes = _encode.boxes(new.manifest.tensors, self.base)
+            _staged.change_of(step, boxes, _staged.frames_of(writer.kept, new.manifest)).apply()
+            return
+        for base, (x, dtype) in zip(self.base, self._now(), strict=True):
+            base.copy_(_encode.rounded(x, dtype))
+
     def verify(self) -> int | None:
-        """Read the base. Raises: MismatchError that names a tensor of it that was changed."""
+        """Read the base. Raises: MismatchError that names a tensor of it that was changed; StateError: there is none,
+        because the last `publish` could not make it."""
         if self._have is not None:
             self._verify_base()
+        elif self._number is not None:
+            raise StateError(f"publisher: verify: the base is lost, and version {self._number + 1} will make a new one")
         return self.version
 
 

@@ -225,10 +225,10 @@ def parse(where: str, data: bytes) -> Manifest:
         delta,
         anchor,
     )
-    if first and (delta or version != 1 or not read.absent("parent_sha256")):
-        raise read.fault(f"version {version} has no parent, wanted that of version 1 alone, with an anchor alone")
+    if first and (delta or not read.absent("parent_sha256")):
+        raise read.fault(f"version {version} has no parent, wanted an anchor alone")
     if first and not anchor and any(entry.numel for entry in tensors):
-        raise read.fault("version 1 has no anchor")
+        raise read.fault(f"version {version} has no parent and no anchor")
     names = [name for entry in tensors for name in (entry.name, *entry.also)]
     if len(set(names)) != len(names):
         seen: set[str] = set()
