@@ -246,6 +246,44 @@ def test_publisher_fails(ranks):
     run.check(2)
 
 
+def test_a_torch_group_that_was_left_half_way(ranks, monkeypatch):
+    """It has no abort. Weights change while they are sent: both ranks refuse each further call, until regroup."""
+    import torch.distributed as dist
+
+    monkeypatch.setattr(dist, "all_gather", lambda rows, sent, group: _gather(group, rows, sent))
+    monkeypatch.setattr(dist, "broadcast", lambda data, root, group: group.broadcast(data.numpy(), root))
+    monkeypatch.setattr(dist, "get_global_rank", lambda _group, rank: rank)
+    run = ranks(1, timeout_s=2, staging_bytes=36_000)
+    for one in (run.push, run.pulls[0]):
+        one._group.is_native = False
+    run.round()
+    change(run.net, 1, density=1.0)
+    real = run.push._send_anchor
+
+    def late(manifest) -> None:
+        with torch.no_grad():
+            run.net.body.weight[0, 0] += 1
+        real(manifest)
+
+    monkeypatch.setattr(run.push, "_send_anchor", late)
+    errors = run.round()
+    assert isinstance(errors[0], spccl.StateError) and isinstance(errors[1], spccl.TimeoutError), errors
+    for error in run.round():
+        with pytest.raises(spccl.StateError, match=r"an earlier call was left half way.*regroup"):
+            raise error
+    monkeypatch.setattr(run.push, "_send_anchor", real)
+    run.regroup()
+    assert run.round() == [2] * 3
+    run.check(2)
+
+
+def _gather(comm: spccl.Communicator, rows: list[torch.Tensor], sent: torch.Tensor) -> None:
+    found = torch.empty((len(rows), sent.numel()), dtype=torch.uint8)
+    comm.all_gather(sent.numpy(), found.numpy())
+    for row, record in zip(rows, found, strict=True):
+        row.copy_(record)
+
+
 def test_calls_that_do_not_fit(ranks):
     """Two publishers, none, calls out of order, a rank that does not come: an error in time that names the ranks."""
     run = ranks(1)

@@ -34,6 +34,7 @@ class Group:
 
     def __init__(self, who: str, group: Any):
         self.who, self.group = who, group
+        self.broken: str | None = None  # why the ranks of a torch group may be at different calls
         self.is_native = isinstance(group, Communicator)
         if self.is_native:
             self.rank, self.size = group.rank, group.world_size
@@ -72,6 +73,7 @@ class Group:
         except ValueError:
             record = None
         if not isinstance(record, dict) or not {"what", "version"} <= set(record):
+            self.abort(f"rank {rank} sent no record")
             raise FormatError(f"{self.who}: rank {rank} sent {data[:40]!r}, which is no record of spccl.sync")
         return record
 
@@ -124,14 +126,29 @@ class Group:
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:
         """Errors of the group say what was under way."""
+        if self.broken is not None:
+            raise StateError(
+                f"{self.who}: rank {self.rank}: {what}: an earlier call was left half way, so make a new group and "
+                f"call regroup: {self.broken}"
+            )
         try:
             yield
-        except (Error, RuntimeError) as error:
+        except BaseException as error:
+            self._break(f"{what}: {type(error).__name__}: {error}")
+            if not isinstance(error, (Error, RuntimeError)):
+                raise
             kind = type(error) if isinstance(error, Error) else PeerError  # torch has one class for all
             raise kind(f"{self.who}: rank {self.rank}: {what}: {error}") from error
 
+    def _break(self, text: str) -> None:
+        """No further call in a torch group: it has no abort, and would match this rank's calls with others' wrongly. A
+        Communicator that failed refuses calls by itself."""
+        if not self.is_native and self.broken is None:
+            self.broken = text
+
     def abort(self, text: str) -> None:
-        """Let the waits of all other ranks end now, where the group can."""
+        """Let the waits of all other ranks end now, where the group can. Only `regroup` helps after this."""
+        self._break(text)
         if self.is_native:
             self.group.abort(text)
 
