@@ -173,7 +173,7 @@ def test_the_base_cannot_follow(ranks, density, monkeypatch):
     assert run.push.verify() == 4
 
 
-@pytest.mark.parametrize("where", ["stage", "commit", "abandon"])
+@pytest.mark.parametrize("where", ["stage", "commit", "settle", "abandon"])
 def test_one_receiver_fails(ranks, where, monkeypatch):
     """It cannot stage, or fails to write, or drops what it staged: no rank has the version, and the next publish has
     both changes."""
@@ -195,17 +195,22 @@ def test_one_receiver_fails(ranks, where, monkeypatch):
             pull.stage()
             monkeypatch.setattr(pull._staged.changes[0], "apply", broken)
             pull.commit()
+        elif where == "settle":  # as a GPU that fails after the writes were queued: before this rank votes
+            monkeypatch.setattr(pull, "_settle", lambda _boxes: broken())
+            pull.apply()
         else:
             pull.stage()
             pull.abandon()
 
     errors = run.round(None, fails)
-    text = {"stage": "failed to stage it.*tensor 'count'", "commit": "failed to commit it.*no", "abandon": "abandoned"}
+    failed = "failed to commit it.*no"
+    text = {"stage": "failed to stage it.*tensor 'count'", "commit": failed, "settle": failed, "abandon": "abandoned"}
     for error in (errors[0], errors[1], errors[3]):
         assert isinstance(error, spccl.PeerError), errors
         with pytest.raises(spccl.PeerError, match=f"version 2: rank 2 .*{text[where]}"):
             raise error
     assert run.push.version == 1
+    monkeypatch.undo()
     if where == "stage":
         run.nets[1].count -= 1
     assert all(state(net) == before and pull.version == 1 for net, pull in zip(run.nets, run.pulls, strict=True))

@@ -240,6 +240,11 @@ def commit_small(changes: Sequence[Change], begun: list[Change]) -> None:
         change.count()
 
 
+def settle(boxes: Boxes) -> None:
+    """Wait until a GPU has written. Raises: as delta.settle."""
+    delta.settle(_device(boxes))
+
+
 def undo_all(changes: Sequence[Change]) -> None:
     for change in reversed(changes):
         change.undo()

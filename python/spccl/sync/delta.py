@@ -2,22 +2,25 @@
 
 A thin face of the functions spccl_delta_* of spccl.h, which says more; docs/FORMAT.md, section 11, has the bytes. Each
 function takes a whole list, because a model has thousands of tensors. All tensors of a call are on the CPU, or all on
-one GPU. There `encode`, `check` and `checksum` wait for the current stream; `apply` and `undo` are queued on it. Errors
-are those of `spccl.errors`; their text names the entry, such as "sources[3]".
+one GPU. There `encode`, `check` and `checksum` wait for the current stream; `apply` and `undo` are queued on it, and
+`settle` waits for them. Errors are those of `spccl.errors`; their text names the entry, such as "sources[3]".
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from spccl import _ext
-from spccl.errors import ArgumentError, Status, UnsupportedError
+from spccl.errors import ArgumentError, Status, TimeoutError, UnsupportedError
 
 # spccl_dtype of spccl.h. Every 8-bit float is carried as bytes; so is bool.
 _NUMBERS = {
@@ -162,6 +165,48 @@ def _stream_of(device: torch.device) -> Iterator[int]:
         yield torch.cuda.current_stream(device).cuda_stream
 
 
+def _timeout_s() -> float:
+    """SPCCL_TIMEOUT_MS, as the library reads it; a bad value is refused where the library reads it."""
+    text = os.environ.get("SPCCL_TIMEOUT_MS") or "600000"
+    scale = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1], 1)
+    digits = text[:-1] if scale > 1 else text
+    return int(digits) * scale / 1000 if digits.isdecimal() else 600.0
+
+
+def _wait(event: Any, timeout_s: float) -> bool:
+    """Whether an event of a GPU comes in time. Raises: the error of the GPU, of torch."""
+    start = time.monotonic()
+    while not event.query():
+        waited_s = time.monotonic() - start
+        if waited_s > timeout_s:
+            return False
+        if waited_s > 2e-4:
+            time.sleep(5e-5)
+    return True
+
+
+def settle(device: torch.device) -> None:
+    """Wait until a GPU has done what the current stream has, at most SPCCL_TIMEOUT_MS. Nothing to do on a CPU.
+
+    Raises: TimeoutError; what torch raises for an error of the GPU.
+    """
+    if device.type == "cpu":
+        return
+    with torch.cuda.device(device):
+        event = torch.cuda.Event()
+        event.record()
+        timeout_s = _timeout_s()
+        if not _wait(event, timeout_s):
+            raise TimeoutError(f"delta: {device}: the stream still had work after {timeout_s:g} s")
+
+
+def _used(device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+    """The current stream uses the memory, which may be another stream's: it is not given away before that is done."""
+    stream = torch.cuda.current_stream(device)
+    for x in tensors:
+        x.record_stream(stream)
+
+
 def _pack_sources(sources: Sequence[Source], key: int, device: torch.device) -> bytes:
     packed = bytearray()
     for i, s in enumerate(sources):
@@ -209,19 +254,29 @@ class Packed:
         self.old_bytes = old_bytes(self.targets)
         self.is_checked = False
         self._plan = 0
+        self._events: dict[int, Any] = {}  # the last use of the plan on each stream
 
     def plan(self, stream: int) -> int:
         """The address of the plan. Raises: as `check`."""
         if not self._plan:
             self._plan, self.old_bytes = _ext.delta_plan(*self.packed, stream)
-            weakref.finalize(self, _destroy_plan, self._plan, self.device).atexit = False
+            weakref.finalize(self, _destroy_plan, self._plan, self.device, self._events).atexit = False
         return self._plan
 
+    def used(self, stream: int, *old: torch.Tensor) -> None:
+        """The current stream was given work with the plan, the frames and `old`."""
+        if stream not in self._events:
+            self._events[stream] = torch.cuda.Event()
+        self._events[stream].record()
+        frames = {t.frame.untyped_storage().data_ptr(): t.frame for t in self.targets}
+        _used(self.device, [*frames.values(), *old])
 
-def _destroy_plan(plan: int, device: torch.device) -> None:
-    with torch.cuda.device(device):
-        torch.cuda.synchronize(device)  # kernels may use it
-        _ext.delta_plan_destroy(plan)
+
+def _destroy_plan(plan: int, device: torch.device, events: dict[int, Any]) -> None:
+    """Free a plan, when kernels no longer use it. One of a GPU that does not end or has failed keeps its memory."""
+    with contextlib.suppress(RuntimeError), torch.cuda.device(device):
+        if all(_wait(event, _timeout_s()) for event in events.values()):
+            _ext.delta_plan_destroy(plan)
 
 
 def _device_of(targets: Sequence[Target] | Packed) -> torch.device:
@@ -294,7 +349,9 @@ def old_bytes(targets: Sequence[Target] | Packed) -> int:
     total = 0
     heads = [t.frame[16:24] for t in targets]
     if heads and heads[0].device.type != "cpu":  # one copy for all
-        heads = list(torch.cat(heads).cpu().split([head.numel() for head in heads]))
+        all_heads = torch.cat(heads)
+        settle(all_heads.device)
+        heads = list(all_heads.cpu().split([head.numel() for head in heads]))
     for t, head in zip(targets, heads, strict=True):
         nnz = int.from_bytes(head.tolist(), "little") if head.numel() == 8 else 0
         total += (min(nnz, t.n_elems) * t.dtype.itemsize + 7) // 8 * 8
@@ -320,7 +377,13 @@ def check(targets: Sequence[Target] | Packed, key: int, old: torch.Tensor | None
         return _ext.delta_check(*packed, *where)
     planned = _packed("check", targets, key)
     with _stream_of(device) as stream:
-        changes = _ext.delta_plan_check(planned.plan(stream), len(planned.targets), *where, stream)
+        plan, olds = planned.plan(stream), () if old is None else (old,)
+        try:
+            changes = _ext.delta_plan_check(plan, len(planned.targets), *where, stream)
+        except TimeoutError:
+            planned.used(stream, *olds)  # kernels still use it
+            raise
+        planned.used(stream, *olds)
     planned.is_checked = True
     return changes
 
@@ -346,6 +409,7 @@ def apply(targets: Sequence[Target] | Packed) -> None:
     planned = _checked("apply", targets)
     with _stream_of(device) as stream:
         _ext.delta_plan_apply(planned.plan(stream), stream)
+        planned.used(stream)
 
 
 def undo(targets: Sequence[Target] | Packed, old: torch.Tensor) -> None:
@@ -362,6 +426,7 @@ def undo(targets: Sequence[Target] | Packed, old: torch.Tensor) -> None:
     planned = _checked("undo", targets)
     with _stream_of(device) as stream:
         _ext.delta_plan_undo(planned.plan(stream), old.data_ptr(), n_bytes, stream)
+        planned.used(stream, old)
 
 
 def checksum(x: torch.Tensor, key: int, first: int = 0) -> int:
@@ -375,4 +440,5 @@ def checksum(x: torch.Tensor, key: int, first: int = 0) -> int:
     out = torch.empty(1, dtype=torch.int64, device=device)
     with _stream_of(device) as stream:
         _ext.delta_cuda_checksum(*args, out.data_ptr(), stream)
+        settle(device)
         return int(out.item()) & _MASK

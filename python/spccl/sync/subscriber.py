@@ -196,10 +196,10 @@ class Subscriber:
 
     @torch.inference_mode()  # so that weights that were made in that mode can be written
     def commit(self) -> int:
-        """Write what is staged to the tensors. Returns the version.
+        """Write what is staged to the tensors, and on a GPU wait until it is there. Returns the version.
 
-        Raises: StateError if nothing is staged. MismatchError, DeviceError and others: after a change in memory the
-            tensors are as before; after a large one or an anchor `synced` is False.
+        Raises: StateError if nothing is staged. TimeoutError, MismatchError, DeviceError and others: after a change in
+            memory the tensors are as before; after a large one or an anchor `synced` is False.
         """
         if self._staged is None:
             raise StateError("subscriber: commit without stage")
@@ -215,13 +215,19 @@ class Subscriber:
             begun: list[_staged.Change] = []
             try:
                 _staged.commit_small(changes, begun)
+                self._settle(boxes)
             except BaseException:
                 _staged.undo_all(begun)
+                _staged.settle(boxes)
                 self._have = before
                 raise
             self._undo = before, changes
         self._finish(route[-1], boxes, read_all=changes is None)
         return route[-1].version
+
+    def _settle(self, boxes: _staged.Boxes) -> None:
+        """What is written is there, for every stream; a GPU's error is raised."""
+        _staged.settle(boxes)
 
     def _write_large(self, staged: _staged.Staged) -> None:
         """Write what cannot be undone. If this raises, the tensors hold a mixture."""
@@ -252,6 +258,7 @@ class Subscriber:
         (before, changes), self._undo = self._undo, None
         self._have = None
         _staged.undo_all(changes)
+        self._settle(self._boxes)
         for change in changes:
             change.count(-1)
         self._have = before
