@@ -13,7 +13,7 @@ pytest.importorskip("safetensors", reason="spccl.sync writes safetensors files, 
 
 from sync_runs import Net, change, published, raw, received, state  # noqa: E402
 
-from spccl.sync import Place, Publisher, Subscriber, _encode, _staged  # noqa: E402
+from spccl.sync import Place, Publisher, Subscriber, _encode, _staged, delta  # noqa: E402
 
 
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16, torch.float16])
@@ -294,8 +294,10 @@ def test_a_sharded_rank_keeps_its_share(tmp_path, monkeypatch):
 
 def test_late_shards(tmp_path, monkeypatch):
     """Three deltas in one commit are checked in copies of what a receiver has, here rows, columns, and single ranges;
-    and back."""
+    and back. What a GPU needs to write and to undo all is made in stage."""
     monkeypatch.setattr(_encode, "PART_ELEMS", 1 << 16)
+    prepared = []
+    monkeypatch.setattr(delta, "prepare", prepared.append)
     w = torch.randn(512, 1024)
     has = [(slice(60, 128), slice(None)), (slice(None), slice(100, 300)), (slice(7, 8), slice(3, 999))]
     shards = [w[rows, cols].clone() for rows, cols in has]
@@ -313,7 +315,9 @@ def test_late_shards(tmp_path, monkeypatch):
             push.publish()
     for pull, x, old, (rows, cols) in zip(pulls, shards, before, has, strict=True):
         pull.stage()
-        assert [change.is_checked for change in pull._staged[1]] == [True] * 3
+        changes = pull._staged[1]
+        assert [change.is_checked for change in changes] == [True] * 3
+        assert all(packed in prepared for change in changes for packed, _ in [(change.targets, 0), *change.olds])
         assert pull.commit() == 4 == pull.verify()
         assert torch.equal(x, w[rows, cols])
         assert pull.rollback() == 1 == pull.verify()

@@ -78,8 +78,15 @@ class Change:
         return changes
 
     def end_checks(self) -> None:
-        """Raises: MismatchError that names the first part whose change is not the manifest's."""
+        """Compare. All that a GPU needs to apply and to undo the change is made here, so that `commit` only queues it.
+
+        Raises: MismatchError that names the first part whose change is not the manifest's; OutOfMemoryError.
+        """
         self._compare()
+        if self.parts:
+            delta.prepare(self.targets)
+        for targets, _ in self.olds:
+            delta.prepare(targets)
         self.is_checked = True
 
     def _compare(self) -> None:

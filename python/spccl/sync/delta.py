@@ -14,7 +14,7 @@ import struct
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -396,6 +396,16 @@ def _checked(call: str, targets: Sequence[Target] | Packed) -> Packed:
     return planned
 
 
+def prepare(targets: Packed) -> None:
+    """On a GPU, all that `apply` and `undo` of these targets need: then they only queue work. Nothing on a CPU.
+
+    Frames that follow others may be prepared while the places hold what is before these.
+    Raises: as `check`.
+    """
+    if targets.device.type != "cpu":
+        _checked("prepare", targets)
+
+
 def apply(targets: Sequence[Target] | Packed) -> None:
     """Write the new values to the places. After `check` of the same frames it does not fail.
 
@@ -413,7 +423,10 @@ def apply(targets: Sequence[Target] | Packed) -> None:
 
 
 def undo(targets: Sequence[Target] | Packed, old: torch.Tensor) -> None:
-    """Put back what `check` stored in `old`, whether all, some or none of the targets had been applied."""
+    """Put back what `check` stored in `old`, whether all, some or none of the targets had been applied.
+
+    On a GPU only targets that `check` or `prepare` took as `Packed` are put back without new checks and memory.
+    """
     device = _device_of(targets)
     _bytes(old, "undo: old", device)
     n_bytes = old_bytes(targets)
@@ -423,10 +436,18 @@ def undo(targets: Sequence[Target] | Packed, old: torch.Tensor) -> None:
         packed, _ = _pack_targets("undo", targets)
         _ext.delta_undo(*packed, old.data_ptr(), n_bytes)
         return
-    planned = _checked("undo", targets)
-    with _stream_of(device) as stream:
-        _ext.delta_plan_undo(planned.plan(stream), old.data_ptr(), n_bytes, stream)
-        planned.used(stream, old)
+    for planned in [targets] if isinstance(targets, Packed) else _one_place_each(targets):
+        _checked("undo", planned)
+        with _stream_of(device) as stream:
+            _ext.delta_plan_undo(planned.plan(stream), old.data_ptr(), n_bytes, stream)
+            planned.used(stream, old)
+
+
+def _one_place_each(targets: Sequence[Target]) -> Iterator[Packed]:
+    """The same frames with the first place of each, then with the second, ...: a check refuses an element whose places
+    differ, as they do where only some were written."""
+    for number in range(max((len(t.places) for t in targets), default=0)):
+        yield Packed([replace(t, places=tuple(t.places[number : number + 1])) for t in targets], 0)
 
 
 def checksum(x: torch.Tensor, key: int, first: int = 0) -> int:
