@@ -133,3 +133,32 @@ def test_refusals_name_the_entry() -> None:
     refused("old has 4 bytes; wanted 8", spccl.ArgumentError, lambda: delta.undo(target, small))
     refused("version 2, a delta", spccl.FormatError, lambda: spccl.decode(good.numpy(), x.numpy()))
     assert spccl.inspect(good.numpy())[0].format == "delta"
+
+
+def test_memory_that_torch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where CUDA has no memory, what torch keeps is given back and the call is made once more. On a CPU it is not."""
+    events: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("empty"))
+
+    def call() -> int:
+        events.append("call")
+        if events.count("call") == 1:
+            raise spccl.OutOfMemoryError("no")
+        return 7
+
+    assert delta._with_memory(torch.device("cuda", 0), call) == 7
+    assert events == ["call", "empty", "call"]
+    events.clear()
+    with pytest.raises(spccl.OutOfMemoryError):
+        delta._with_memory(torch.device("cpu"), call)
+    assert events == ["call"]
+
+
+def test_waits_for_a_gpu_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Never:
+        def query(self) -> bool:
+            return False
+
+    monkeypatch.setenv("SPCCL_TIMEOUT_MS", "1K")
+    assert delta._timeout_s() == 1.024
+    assert not delta._wait(Never(), 0.01)

@@ -13,14 +13,14 @@ import os
 import struct
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from spccl import _ext
-from spccl.errors import ArgumentError, Status, TimeoutError, UnsupportedError
+from spccl.errors import ArgumentError, OutOfMemoryError, Status, TimeoutError, UnsupportedError
 
 # spccl_dtype of spccl.h. Every 8-bit float is carried as bytes; so is bool.
 _NUMBERS = {
@@ -165,6 +165,18 @@ def _stream_of(device: torch.device) -> Iterator[int]:
         yield torch.cuda.current_stream(device).cuda_stream
 
 
+def _with_memory(device: torch.device, call: Callable[[], Any]) -> Any:
+    """What a call of the library returns. It takes memory from CUDA: if there is none, torch gives back what it keeps
+    for later, and the call is made once more."""
+    try:
+        return call()
+    except OutOfMemoryError:
+        if device.type == "cpu":
+            raise
+    torch.cuda.empty_cache()
+    return call()
+
+
 def _timeout_s() -> float:
     """SPCCL_TIMEOUT_MS, as the library reads it; a bad value is refused where the library reads it."""
     text = os.environ.get("SPCCL_TIMEOUT_MS") or "600000"
@@ -259,7 +271,8 @@ class Packed:
     def plan(self, stream: int) -> int:
         """The address of the plan. Raises: as `check`."""
         if not self._plan:
-            self._plan, self.old_bytes = _ext.delta_plan(*self.packed, stream)
+            make = lambda: _ext.delta_plan(*self.packed, stream)  # noqa: E731
+            self._plan, self.old_bytes = _with_memory(self.device, make)
             weakref.finalize(self, _destroy_plan, self._plan, self.device, self._events).atexit = False
         return self._plan
 
@@ -338,7 +351,8 @@ def encode(sources: Sequence[Source], key: int, out: torch.Tensor, raw: bool = F
     device = _bytes(out, "encode: out")
     packed = _pack_sources(sources, key, device)
     with _stream_of(device) as stream:
-        rows = _ext.delta_encode(packed, raw, out.data_ptr(), out.numel(), device.type != "cpu", stream)
+        args = packed, raw, out.data_ptr(), out.numel(), device.type != "cpu", stream
+        rows = _with_memory(device, lambda: _ext.delta_encode(*args))
     return [Frame(*row) for row in rows]
 
 
