@@ -3,17 +3,22 @@ published and taken over."""
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 import torch
 
 import spccl
-from spccl.sync import delta
+from spccl.sync import Place, Publisher, Subscriber, _encode, delta
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that CUDA can use"),
 ]
 KEY = 77
+DEVICE = torch.device("cuda", 0)
 SHAPES = [(1,), (300, 1000), (0,), (65536,), (3, 65537)]
 
 
@@ -121,3 +126,219 @@ def test_publisher_and_subscriber(tmp_path, master):
                 assert torch.equal(
                     want.detach().bfloat16().cpu().view(torch.int16), got.detach().cpu().view(torch.int16)
                 )
+
+
+# ---- what a server relies on: chains, undo, shards, streams, threads, groups ----
+
+
+def net(dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    pytest.importorskip("safetensors")
+    return torch.nn.Sequential(torch.nn.Linear(700, 300), torch.nn.Linear(300, 500)).to(DEVICE, dtype)
+
+
+@torch.no_grad()
+def step(model: torch.nn.Module, share: float = 0.02) -> None:
+    for p in model.parameters():
+        p += torch.where(torch.rand_like(p, dtype=torch.float32) < share, 0.5, 0.0).to(p.dtype)
+
+
+def bits(model: torch.nn.Module) -> list[bytes]:
+    """Of bfloat16."""
+    return [p.detach().bfloat16().cpu().view(torch.int16).numpy().tobytes() for p in model.parameters()]
+
+
+def three_behind(folder: Path) -> tuple[Publisher, torch.nn.Module, Subscriber, torch.nn.Module, list[bytes]]:
+    """A publisher at version 4, its model, a receiver that staged it from version 1, its model, version 1's bits."""
+    model, replica = net(), net()
+    push, pull = Publisher(folder, model), Subscriber(folder, replica)
+    push.publish()
+    pull.apply()
+    first = bits(model)
+    for _ in range(3):
+        step(model)
+        push.publish()
+    assert pull.stage() == 4
+    assert len(pull._staged.changes) == 3 and bits(replica) == first
+    return push, model, pull, replica, first
+
+
+def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on a plan or a check is an error: both take memory and wait, and may fail."""
+
+    def refuse(*_args: object) -> None:
+        raise AssertionError("a plan or a check inside of the pause")
+
+    monkeypatch.setattr(delta._ext, "delta_plan", refuse)
+    monkeypatch.setattr(delta._ext, "delta_plan_check", refuse)
+
+
+def test_a_chain_and_back(tmp_path, monkeypatch):
+    """Three deltas in one commit, and their rollback, only queue what stage made."""
+    push, model, pull, replica, first = three_behind(tmp_path)
+    with push:
+        with monkeypatch.context() as patch:
+            no_plans(patch)
+            assert pull.commit() == 4
+            assert bits(replica) == bits(model)
+            assert pull.rollback() == 1
+            assert bits(replica) == first
+        assert pull.verify() == 1
+        assert pull.apply() == 4 == pull.verify()
+        assert bits(replica) == bits(model)
+
+
+def test_commit_fails_half_way(tmp_path, monkeypatch):
+    """Two of three deltas are written, the third fails: the receiver has its version again, and takes the next one."""
+    push, model, pull, replica, first = three_behind(tmp_path)
+
+    def broken() -> None:
+        raise spccl.DeviceError("no")
+
+    with push:
+        with monkeypatch.context() as patch:
+            patch.setattr(pull._staged.changes[2], "apply", broken)
+            no_plans(patch)
+            with pytest.raises(spccl.DeviceError):
+                pull.commit()
+        assert pull.verify() == 1 and bits(replica) == first
+        assert pull.apply() == 4 == pull.verify()
+        assert bits(replica) == bits(model)
+
+
+def test_another_stream_and_a_staging_thread(tmp_path):
+    """stage in a thread on a stream of its own, commit on a third one that is busy: when commit ends, the weights are
+    there for the stream that serves. Memory of stage that is given away is not overwritten before."""
+    push, model, pull, replica, first = three_behind(tmp_path)
+    side, late = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def stage() -> None:
+        with torch.cuda.stream(side):
+            pull.stage()
+
+    with push:
+        thread = threading.Thread(target=stage, daemon=True)
+        thread.start()
+        thread.join(120)
+        assert not thread.is_alive()
+        with torch.cuda.stream(late):
+            torch.cuda._sleep(200_000_000)
+            assert pull.commit() == 4
+        assert bits(replica) == bits(model)
+        with torch.cuda.stream(late):
+            torch.cuda._sleep(200_000_000)
+            assert pull.rollback() == 1
+        assert bits(replica) == first
+        assert pull.stage() == 4
+        pull.abandon()
+        assert pull.apply() == 4 == pull.verify()
+
+
+def test_settle_ends_in_time(monkeypatch):
+    torch.cuda.synchronize()
+    delta.settle(DEVICE)
+    monkeypatch.setenv("SPCCL_TIMEOUT_MS", "50")
+    torch.cuda._sleep(4_000_000_000)
+    with pytest.raises(spccl.TimeoutError, match=r"the stream still had work after 0\.05 s"):
+        delta.settle(DEVICE)
+    torch.cuda.synchronize()
+    delta.settle(DEVICE)
+
+
+def test_shards_of_a_matrix(tmp_path, monkeypatch):
+    """Rows, columns and single ranges of a matrix, three versions behind; and back."""
+    pytest.importorskip("safetensors")
+    monkeypatch.setattr(_encode, "PART_ELEMS", 1 << 16)
+    w = torch.randn(512, 1024, device=DEVICE)
+    has = [(slice(60, 128), slice(0, 1024)), (slice(0, 512), slice(100, 300)), (slice(7, 8), slice(3, 999))]
+    shards = [w[rows, cols].clone() for rows, cols in has]
+    pulls = []
+    for x, (rows, cols) in zip(shards, has, strict=True):
+        n_rows, n_cols = x.shape
+        place = Place(x, 1024, rows.start, n_rows, cols.start, n_cols, n_cols)
+        pulls.append(Subscriber(tmp_path, places={"w": [place]}))
+    with Publisher(tmp_path, {"w": w}) as push:
+        push.publish()
+        before = [x.clone() for x in shards]
+        for pull in pulls:
+            pull.adopt()
+        for _ in range(3):
+            w.view(-1)[torch.randperm(w.numel(), device=DEVICE)[:9999]] += 1
+            push.publish()
+    for pull, x, old, (rows, cols) in zip(pulls, shards, before, has, strict=True):
+        assert pull.apply() == 4 == pull.verify()
+        assert torch.equal(x, w[rows, cols])
+        assert pull.rollback() == 1 == pull.verify()
+        assert torch.equal(x, old)
+
+
+@pytest.mark.parametrize("n_written", [0, 1, 2])
+def test_undo_of_a_list_with_two_places(n_written):
+    """None, one or both places of each element were written."""
+    base = torch.randn(3, 65537, device=DEVICE)
+    source = delta.Source(base + (torch.rand_like(base) < 0.02), base)
+    frames, out = encoded([source])
+    live = [base.clone(), base.clone()]
+
+    def targets(ys: list[torch.Tensor]) -> list[delta.Target]:
+        return [delta.Target(out, base.numel(), base.dtype, [delta.Place.whole(y) for y in ys])]
+
+    old = torch.empty(delta.old_bytes(targets(live)), dtype=torch.uint8, device=DEVICE)
+    assert delta.check(targets(live), KEY, old) == [frames[0].sum_change]
+    if n_written:
+        delta.apply(targets(live[:n_written]))
+        assert not torch.equal(live[0], base)
+    delta.undo(targets(live), old)
+    assert all(torch.equal(y, base) for y in live)
+
+
+def test_a_change_above_the_limit(tmp_path):
+    """It is read from the disk while it is written, and read back whole."""
+    model, replica = net(), net()
+    with Publisher(tmp_path, model) as push:
+        pull = Subscriber(tmp_path, replica, staging_bytes=1000)
+        push.publish()
+        pull.apply()
+        step(model, 0.3)
+        push.publish()
+        assert pull.stage() == 2
+        assert pull._staged.changes is None
+        assert pull.commit() == 2 == pull.verify()
+        assert bits(replica) == bits(model)
+        with pytest.raises(spccl.StateError, match="nothing to roll back"):
+            pull.rollback()
+
+
+def test_a_group():
+    """Deltas, a change above the limit, and a receiver whose GPU fails after the writes were queued: none has it."""
+    model, replica = net(torch.float32), net()
+    unique_id = spccl.get_unique_id()
+    with ThreadPoolExecutor(2) as pool:
+        comms = list(pool.map(lambda rank: spccl.Communicator(rank, 2, unique_id=unique_id, timeout=60), range(2)))
+        push = Publisher(comms[0], model, wire_dtype=torch.bfloat16, staging_bytes=400_000)
+        pull = Subscriber(comms[1], replica)
+
+        def both() -> list[object]:
+            calls = [pool.submit(push.publish), pool.submit(pull.apply)]
+            return [call.exception(120) or call.result() for call in calls]
+
+        def broken(_boxes: object) -> None:
+            raise spccl.DeviceError("no")
+
+        for number, share in enumerate((0, 0.02, 1.0, 0.02), 1):
+            step(model, share)
+            assert both() == [number] * 2
+            assert (push.stats()["anchor_bytes"] > 0) == (number in (1, 3))
+            assert bits(replica) == bits(model)
+            assert pull.verify() == number == push.verify()
+        before = bits(replica)
+        step(model)
+        pull._settle = broken
+        failed = both()
+        assert isinstance(failed[0], spccl.PeerError) and isinstance(failed[1], spccl.DeviceError), failed
+        assert bits(replica) == before and pull.version == push.version == 4
+        del pull._settle
+        step(model)
+        assert both() == [5] * 2
+        assert bits(replica) == bits(model)
+        for comm in comms:
+            comm.close()
