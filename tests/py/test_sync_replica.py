@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import sys
 import threading
 
 import pytest
@@ -13,7 +12,7 @@ pytest.importorskip("safetensors", reason="spccl.sync writes safetensors files, 
 
 from vllm_models import RANKS, WAIT_S, Run, Threads, bits, damage, fail, loaded, weights  # noqa: E402
 
-from spccl.errors import Error, StateError, TimeoutError  # noqa: E402
+from spccl.errors import Error  # noqa: E402
 from spccl.sync import _staged  # noqa: E402
 from spccl.sync._replica import INTACT, Replica, TorchWorkers  # noqa: E402
 from spccl.sync._source import Folder  # noqa: E402
@@ -159,53 +158,71 @@ def test_workers_that_lack_a_part(run):
     assert all("the workers hold" in e and "of its" in e for e in errors), errors
 
 
-def test_a_worker_that_does_not_vote(run, monkeypatch):
-    """The others give up at their deadline, and do not say that they may go on serving."""
-    run.publish()
-    group = Group()
-    monkeypatch.setattr(sys.modules[__name__], "WAIT_S", 1)
-    monkeypatch.setattr(Threads, "exchange", _late(Threads.exchange))
-    assert group.call("open", run.folder)[0].startswith("late")
-
-
-def _late(exchange):
-    def late(self, answer, timeout_s):
-        if self.rank == 1:
-            raise StateError("gone")
-        try:
-            return exchange(self, answer, 0.1)
-        except threading.BrokenBarrierError as error:
-            raise TimeoutError("late") from error
-
-    return late
-
-
 def _gloo_rank(rank: int, store: str, found, done) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     workers = TorchWorkers(torch.distributed.group.WORLD)
-    found.put((rank, workers.exchange("a" * (1 + 5000 * rank), WAIT_S)))
-    if rank == 0:
+    for i in range(3):
+        answers = workers.exchange(str(i) * (1 + 5000 * rank), WAIT_S)
+    found.put((rank, answers))
+    done.wait(2 * WAIT_S)
+
+
+def _gloo_replica(rank: int, store: str, found, done, folder: str, late_at: str) -> None:
+    """A worker of a server. The second one votes late, after the first one gave up."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    world = torch.distributed.group.WORLD
+    model = loaded(weights(1), rank, RANKS)
+    replica = Replica("vllm", model, lambda: weights(1).items(), TorchWorkers(world), lambda: None)
+    replica.open(folder, WAIT_S)
+    replica.update(1, WAIT_S)
+    exchange = replica.workers.exchange
+
+    def late(answer, timeout_s):
+        if rank == 1 and late_at in answer:
+            done.wait(WAIT_S)
+        return exchange(answer, timeout_s if rank == 1 else min(timeout_s, 0.5))
+
+    replica.workers.exchange = late
+    errors = []
+    for version in (2, 3):
         try:
-            workers.exchange("alone", 0.3)
-        except TimeoutError as error:
-            found.put((2, str(error)))
-    else:
-        done.wait(2 * WAIT_S)
+            replica.update(version, WAIT_S)
+        except Error as error:
+            errors.append(f"{type(error).__name__}: {error}")
+            done.set()
+    torch.distributed.barrier(world)  # the server's own
+    found.put((rank, [errors, bits(model)]))
 
 
-def test_votes_over_torch_distributed(tmp_path):
-    """Answers of other lengths, and a deadline where a rank does not come."""
+def _on_two_processes(tmp_path, work, *args) -> dict:
     context = multiprocessing.get_context("fork")  # spawn would import torch twice
     found, done = context.Queue(), context.Event()
-    args = (str(tmp_path / "store"), found, done)
-    ranks = [context.Process(target=_gloo_rank, args=(rank, *args), daemon=True) for rank in range(2)]
+    args = (str(tmp_path / "store"), found, done, *args)
+    ranks = [context.Process(target=work, args=(rank, *args), daemon=True) for rank in range(2)]
     for rank in ranks:
         rank.start()
     try:
-        got = dict(found.get(timeout=2 * WAIT_S) for _ in range(3))
-        assert got[0] == got[1] == ["a", "a" * 5001] and "worker 0: a worker of the server did not answer" in got[2]
+        return dict(found.get(timeout=WAIT_S) for _ in ranks)
     finally:
         done.set()
         for rank in ranks:
             rank.join(WAIT_S)
             rank.kill()
+
+
+def test_votes_over_torch_distributed(tmp_path):
+    """Several votes, with answers of other lengths."""
+    got = _on_two_processes(tmp_path, _gloo_rank)
+    assert got[0] == got[1] == ["2", "2" * 5001]
+
+
+@pytest.mark.parametrize("late_at", ["stage", "write"])
+def test_a_worker_that_votes_late(run, tmp_path, late_at):
+    """All say that the server must start again, also to the next update. The server's own group works on."""
+    for _ in range(3):
+        run.publish()
+    got = _on_two_processes(tmp_path, _gloo_replica, str(run.folder), f": {late_at}")
+    for rank, (errors, found) in got.items():
+        assert len(errors) == 2 and all("restart the server" in e and INTACT not in e for e in errors), errors
+        assert "worker 0 gave up: of 2 workers [1] did not answer" in errors[0]
+        assert found == bits(loaded(run.was[1], rank, RANKS))

@@ -11,13 +11,12 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-from spccl.errors import Error, FormatError, MismatchError, StateError, TimeoutError, UnsupportedError
+from spccl.errors import Error, FormatError, MismatchError, PeerError, StateError, TimeoutError, UnsupportedError
 
 from ._source import Folder, Source
 from ._tensors import boxes_of_plan
@@ -28,8 +27,10 @@ from .subscriber import Subscriber
 # These words in an error tell the client: the server may go on serving; an update was begun and not finished.
 INTACT = "every worker holds what it held before"
 OPEN = "an update was begun and not finished"
+BROKEN = "restart the server"  # also in an error: no later call can work
 MOST_NAMES = 3  # of an error
 MOST_WAIT_S = 5.0  # for the files of a published version, where a disk or a copy is late: the server may be paused
+_LEAST_POLL_S, _MOST_POLL_S = 0.0002, 0.01  # of the workers' store
 
 
 def agreed(error: Error) -> Error:
@@ -49,7 +50,7 @@ class Workers(Protocol):
     size: int
 
     def exchange(self, answer: str, timeout_s: float) -> list[str]:
-        """The answers of all workers, by rank. Raises: TimeoutError."""
+        """The answers of all workers, by rank. After an error it is not called again. Raises: TimeoutError, PeerError."""
 
 
 class OneWorker:
@@ -62,31 +63,48 @@ class OneWorker:
 
 
 class TorchWorkers:
-    """The ranks of a group of torch.distributed whose backend takes CPU tensors (gloo)."""
+    """The ranks of a group of torch.distributed. They exchange answers through the group's store, by number.
+
+    The server's own collectives use the group: one of ours that a rank gave up would stay in it, and the next one would
+    take its messages. A key of the store that nobody reads harms nothing.
+    """
+
+    _n_made: ClassVar[dict[str, int]] = {}  # by the group's name, the same on all ranks
 
     def __init__(self, group: Any):
-        self.group = group
         self.rank, self.size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+        n = self._n_made[group.group_name] = self._n_made.get(group.group_name, 0) + 1
+        store = torch.distributed.distributed_c10d._get_process_group_store(group)
+        self._store = torch.distributed.PrefixStore(f"spccl.sync/{n}", store)
+        self._n = 0
 
     def exchange(self, answer: str, timeout_s: float) -> list[str]:
-        deadline = time.monotonic() + timeout_s
-        mine = torch.frombuffer(bytearray(answer.encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._gather(lengths, torch.tensor([mine.numel()]), deadline)
-        longest = max(int(n) for n in lengths)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: mine.numel()] = mine
-        answers = [torch.empty_like(padded) for _ in range(self.size)]
-        self._gather(answers, padded, deadline)
-        return [x[: int(n)].numpy().tobytes().decode() for x, n in zip(answers, lengths, strict=True)]
-
-    def _gather(self, all_of_them: list[torch.Tensor], mine: torch.Tensor, deadline: float) -> None:
-        left_s = max(0.001, deadline - time.monotonic())
         try:
-            work = torch.distributed.all_gather(all_of_them, mine, group=self.group, async_op=True)
-            work.wait(timedelta(seconds=left_s))
-        except RuntimeError as error:
-            raise TimeoutError(f"sync: worker {self.rank}: a worker of the server did not answer: {error}") from error
+            return self._exchange(answer, time.monotonic() + timeout_s)
+        except RuntimeError as error:  # a store whose process is gone
+            raise PeerError(f"sync: worker {self.rank}: no answers of the other workers: {error}") from error
+
+    def _exchange(self, answer: str, deadline: float) -> list[str]:
+        self._n += 1
+        keys = [f"{self._n}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], answer)
+        pause_s = _LEAST_POLL_S
+        while not self._store.check(keys):
+            if self._store.check(["gave up"]):
+                raise TimeoutError(f"sync: worker {self.rank}: {self._store.get('gave up').decode()}")
+            if time.monotonic() >= deadline:
+                late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                text = f"worker {self.rank} gave up: of {self.size} workers {late} did not answer"
+                self._store.set("gave up", text)
+                raise TimeoutError(f"sync: {text}")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_POLL_S)
+        if self._store.check(["gave up"]):  # whoever did holds another result
+            raise TimeoutError(f"sync: worker {self.rank}: {self._store.get('gave up').decode()}")
+        answers = [self._store.get(key).decode() for key in keys]
+        if self._n > 1:  # all have read it: they answered this one
+            self._store.delete_key(f"{self._n - 1}/{self.rank}")
+        return answers
 
 
 class _Staging(threading.Thread):
@@ -132,6 +150,7 @@ class Replica:
         self._staging: _Staging | None = None
         self._n_votes = 0
         self._is_mixed = False  # some worker may hold other weights than others
+        self._broken = ""  # why no vote is possible any more
 
     @property
     def version(self) -> int | None:
@@ -146,6 +165,7 @@ class Replica:
         Returns: whether some worker is.
         Raises: StateError on all workers if one of them fails; the text has its reason.
         """
+        self._require_votes(f"open {folder}")
         error, shares, pull = None, {}, self._pull
         if pull is None or pull.folder != Path(folder):
             try:
@@ -187,6 +207,7 @@ class Replica:
 
     def stage(self, version: int, timeout_s: float) -> None:
         """Begin to read and check a version, and return at once. `update` waits for it. Raises: as `open`."""
+        self._require_votes(f"version {version}: begin to stage")
         error = None
         try:
             self._begin(version, timeout_s)
@@ -217,6 +238,7 @@ class Replica:
         Raises: StateError on all workers if one of them fails; the text has its reason. If it contains INTACT, all
             workers have the weights that they had. Else they may hold a mixture: the server must not serve.
         """
+        self._require_votes(f"version {version}: stage")
         deadline = time.monotonic() + timeout_s
         before, error, manifest_hash = self.version, None, ""
         try:
@@ -317,13 +339,32 @@ class Replica:
         self._n_votes += 1
         text = None if error is None else f"{type(error).__name__}: {error}"
         answer = json.dumps({"vote": [self._n_votes, what], "error": text, "value": value})
-        answers = [json.loads(one) for one in self.workers.exchange(answer, timeout_s)]
+        answers = self._exchange(what, answer, timeout_s)
         failed = [f"worker {rank} of {len(answers)}: {a['error']}" for rank, a in enumerate(answers) if a["error"]]
         if len({str(a["vote"]) for a in answers}) > 1:
             failed.append(f"the workers voted on {', '.join(sorted({str(a['vote']) for a in answers}))}")
         if failed:
             raise self._failure(what, "; ".join(dict.fromkeys(failed)), still) from error
         return [a["value"] for a in answers]
+
+    def _exchange(self, what: str, answer: str, timeout_s: float) -> list[dict[str, Any]]:
+        """After a vote that did not end, this worker does not know what the others did: it votes no more."""
+        self._require_votes(what)
+        try:
+            answers = [json.loads(one) for one in self.workers.exchange(answer, timeout_s)]
+            if not all(isinstance(one, dict) and {"vote", "error", "value"} <= one.keys() for one in answers):
+                raise ValueError("an answer of a worker is no vote")
+        except BaseException as failure:
+            self._broken = f"{type(failure).__name__}: {failure}"
+            if not isinstance(failure, (Error, ValueError)):
+                raise
+            kind = type(failure) if isinstance(failure, Error) else StateError
+            raise kind(f"{self.who}: {what}: {failure}; {BROKEN}") from failure
+        return answers
+
+    def _require_votes(self, what: str) -> None:
+        if self._broken:
+            raise StateError(f"{self.who}: {what}: a vote before it did not end: {self._broken}; {BROKEN}")
 
     def _failure(self, what: str, why: str, still: bool = False) -> StateError:
         return agreed(StateError(f"{self.who}: {what}: {why}" + (f"; {INTACT}" if still else "")))
