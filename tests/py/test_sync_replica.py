@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+import time
 
 import pytest
 
@@ -35,13 +36,13 @@ class Group:
             for model, workers in zip(self.models, Threads.group(n), strict=True)
         ]
 
-    def call(self, name: str, *args) -> list[str]:
+    def call(self, name: str, *args, timeout_s: float = WAIT_S) -> list[str]:
         """Errors of all workers, "" where there is none."""
         errors = [""] * len(self.replicas)
 
         def work(rank: int) -> None:
             try:
-                getattr(self.replicas[rank], name)(*args, WAIT_S)
+                getattr(self.replicas[rank], name)(*args, timeout_s)
             except Error as error:
                 errors[rank] = str(error)
 
@@ -156,6 +157,44 @@ def test_workers_that_lack_a_part(run):
         model.load_weights(list(weights(1).items()))
     errors = group.call("open", run.folder)
     assert all("the workers hold" in e and "of its" in e for e in errors), errors
+
+
+def test_a_version_that_is_read_too_late(run, group):
+    """The update fails within its time. The thread reads on; the next update of the same version takes what it read."""
+    version, go_on, replica = run.publish(), threading.Event(), group.replicas[1]
+    replica._pull.before_read = lambda _: go_on.wait(WAIT_S)
+    start = time.monotonic()
+    errors = group.call("update", version, timeout_s=1)
+    assert all("worker 1 of 2: TimeoutError: " in e and "not read in time" in e and INTACT in e for e in errors)
+    assert time.monotonic() - start < 1.9 and replica._staging.is_alive()
+    go_on.set()
+    replica._staging.join(WAIT_S)
+    assert replica._pull.staged
+    assert group.call("update", version) == ["", ""] and group.holds(run.was[version])
+
+
+def test_reads_that_wait_for_another_one_end_in_the_requests_time(run, group):
+    """Version 2 is still read for most of the time of the update to version 3, whose files come late then."""
+    versions, go_on, late = [run.publish(), run.publish()], threading.Event(), threading.Event()
+    waits = [go_on, late]
+    group.replicas[1]._pull.before_read = lambda _: waits.pop(0).wait(WAIT_S)
+    assert group.call("stage", versions[0]) == ["", ""]
+    timer = threading.Timer(1.2, go_on.set)
+    timer.start()
+    start = time.monotonic()
+    errors = group.call("update", versions[1], timeout_s=2)
+    took_s = time.monotonic() - start
+    late.set()
+    timer.join(WAIT_S)
+    assert all("version 3: it was not read in time" in e and INTACT in e for e in errors) and took_s < 2.6, took_s
+
+
+def test_weights_that_are_derived_between_stage_and_update(run, group):
+    version = run.publish()
+    assert group.call("stage", version) == ["", ""]
+    group.replicas[0].require = fail
+    errors = group.call("update", version)
+    assert all("worker 0 of 2: RuntimeError" in e and INTACT in e for e in errors) and group.holds(run.was[1])
 
 
 def _gloo_rank(rank: int, store: str, found, done) -> None:

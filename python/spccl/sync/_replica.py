@@ -30,6 +30,7 @@ OPEN = "an update was begun and not finished"
 BROKEN = "restart the server"  # also in an error: no later call can work
 MOST_NAMES = 3  # of an error
 MOST_WAIT_S = 5.0  # for the files of a published version, where a disk or a copy is late: the server may be paused
+_VOTE_SHARE = 0.2  # of a request's time: a worker that reads too slowly says so before the others give up on it
 _LEAST_POLL_S, _MOST_POLL_S = 0.0002, 0.01  # of the workers' store
 
 
@@ -50,7 +51,7 @@ class Workers(Protocol):
     size: int
 
     def exchange(self, answer: str, timeout_s: float) -> list[str]:
-        """The answers of all workers, by rank. After an error it is not called again. Raises: TimeoutError, PeerError."""
+        """The answers of all workers, by rank. After an error no more. Raises: TimeoutError, PeerError."""
 
 
 class OneWorker:
@@ -114,6 +115,7 @@ class _Staging(threading.Thread):
         super().__init__(name="spccl-stage", daemon=True)
         self.pull, self.version, self.timeout_s = pull, version, timeout_s
         self.error: BaseException | None = None
+        self.was_late = False  # an update gave up waiting for it
 
     def run(self) -> None:
         try:
@@ -166,13 +168,14 @@ class Replica:
         Raises: StateError on all workers if one of them fails; the text has its reason.
         """
         self._require_votes(f"open {folder}")
+        deadline = time.monotonic() + timeout_s
         error, shares, pull = None, {}, self._pull
         if pull is None or pull.folder != Path(folder):
             try:
                 pull, shares = self._open(Path(folder), timeout_s)
             except Exception as failure:
                 error = failure
-        answers = self._vote(f"open {folder}", error, [is_updating, shares], timeout_s)
+        answers = self._vote(f"open {folder}", error, [is_updating, shares], _left(deadline))
         self._require_whole([shares for _, shares in answers])
         if pull is not self._pull:
             self._pull, self._staging = pull, None
@@ -208,29 +211,27 @@ class Replica:
     def stage(self, version: int, timeout_s: float) -> None:
         """Begin to read and check a version, and return at once. `update` waits for it. Raises: as `open`."""
         self._require_votes(f"version {version}: begin to stage")
-        error = None
+        deadline, error = time.monotonic() + timeout_s, None
         try:
-            self._begin(version, timeout_s)
+            self._begin(version, timeout_s, deadline - timeout_s * _VOTE_SHARE)
         except Exception as failure:
             error = failure
-        self._vote(f"version {version}: begin to stage", error, None, timeout_s, still=not self._is_mixed)
+        self._vote(f"version {version}: begin to stage", error, None, _left(deadline), still=not self._is_mixed)
 
-    def _begin(self, version: int, timeout_s: float) -> None:
-        pull = self._need_pull()
-        if self._staging is not None and self._staging.version == version and self._staging.is_alive():
+    def _begin(self, version: int, timeout_s: float, deadline: float) -> None:
+        pull, staging = self._need_pull(), self._staging
+        if staging is not None and staging.version == version and staging.is_alive():
             return
-        self._join(timeout_s)
-        self.require()  # again, because some layers derive weights when they are used first
-        self._staging = _Staging(pull, version, min(MOST_WAIT_S, timeout_s / 2))
+        self._join(deadline)
+        self.require()
+        self._staging = _Staging(pull, version, max(0.0, min(MOST_WAIT_S, timeout_s / 2, deadline - time.monotonic())))
         self._staging.start()
 
-    def _join(self, timeout_s: float) -> None:
+    def _join(self, deadline: float) -> None:
         if self._staging is not None:
-            self._staging.join(timeout_s)
+            self._staging.join(max(0.0, deadline - time.monotonic()))
             if self._staging.is_alive():
-                raise TimeoutError(
-                    f"{self.who}: version {self._staging.version}: it was not read within {timeout_s:.3g} s"
-                )
+                raise TimeoutError(f"{self.who}: version {self._staging.version}: it was not read in time")
 
     def update(self, version: int, timeout_s: float) -> None:
         """Put a version into the weights of all workers, or of none. What `stage` has read is not read again.
@@ -242,7 +243,7 @@ class Replica:
         deadline = time.monotonic() + timeout_s
         before, error, manifest_hash = self.version, None, ""
         try:
-            manifest_hash = self._staged(version, 0.8 * timeout_s)  # the others wait for this worker's vote until then
+            manifest_hash = self._staged(version, timeout_s, deadline - timeout_s * _VOTE_SHARE)
         except Exception as failure:
             error = failure
         what = f"version {version}: stage"
@@ -251,21 +252,30 @@ class Replica:
             if len(set(found)) > 1:
                 raise self._failure(what, "the workers' folders have different files", still=not self._is_mixed)
         except BaseException:
-            if self._pull is not None:
-                self._pull.abandon()
+            self._abandon()
             raise
         self._write(version, before, deadline)
 
-    def _staged(self, version: int, timeout_s: float) -> str:
+    def _abandon(self) -> None:
+        """Drop what is staged. A thread that still reads goes on: the next update waits for it."""
+        if self._staging is not None and self._staging.is_alive():
+            self._staging.was_late = True
+            return
+        self._staging = None
+        if self._pull is not None:
+            self._pull.abandon()
+
+    def _staged(self, version: int, timeout_s: float, deadline: float) -> str:
         """Wait until a version is staged. Returns the hash of its manifest."""
-        pull, deadline = self._need_pull(), time.monotonic() + timeout_s
-        if self._staging is None or self._staging.version != version:
-            self._begin(version, timeout_s)
+        pull, staging = self._need_pull(), self._staging
+        if staging is None or staging.version != version or (staging.was_late and staging.error is not None):
+            self._begin(version, timeout_s, deadline)
+        self._join(deadline)
         assert self._staging is not None
-        self._join(max(0.0, deadline - time.monotonic()))
         staging, self._staging = self._staging, None
         if staging.error is not None:
             raise staging.error
+        self.require()  # again, because some layers derive weights when they are used first
         return pull.staged
 
     def _write(self, version: int, before: int | None, deadline: float) -> None:
