@@ -97,6 +97,17 @@ def test_errors_of_several_workers_leave_no_answer_behind(monkeypatch, run, vers
             (lambda: client.update(2), "SHA-256.*serves on"),
             (lambda: VllmClient(server.url, run.folder / "none", timeout_s=1).open(), "no version within"),
             (lambda: client._post("init_weight_transfer_engine", {"init_info": {"x": 1}}), "unexpected keyword"),
+            *(
+                (
+                    lambda x=x: client._post("init_weight_transfer_engine", {"init_info": x}),
+                    f"{next(iter(x))} .*: wanted",
+                )
+                for x in ({"timeout_s": "30"}, {"timeout_s": float("nan")}, {"folder": 3}, {"world_size": "2"})
+            ),
+            *(
+                (lambda x=x: client._session({"version": 2, **x}, None), f"{next(iter(x))} .*: wanted")
+                for x in ({"version": "2"}, {"timeout_s": "30"}, {"timeout_s": 1e400}, {"action": ["update"]})
+            ),
         ):
             with pytest.raises(StateError, match=text):
                 call()

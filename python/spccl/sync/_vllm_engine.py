@@ -18,6 +18,8 @@ from spccl.errors import ArgumentError, StateError, UnsupportedError
 
 from ._replica import OPEN, OneWorker, Replica, TorchWorkers, Workers, agreed, is_agreed, require_nothing_derived
 
+MOST_TIMEOUT_S = 86400
+
 
 @dataclasses.dataclass
 class SpcclInitInfo(WeightTransferInitInfo):
@@ -29,6 +31,13 @@ class SpcclInitInfo(WeightTransferInitInfo):
     folder: str | None = None
     timeout_s: float = 270.0
     world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_time(self.timeout_s)
+        if not (self.folder is None or isinstance(self.folder, str)):
+            raise ValueError(f"spccl: folder {self.folder!r}: wanted a path")
+        if not (self.world_size is None or _is_count(self.world_size)):
+            raise ValueError(f"spccl: world_size {self.world_size!r}: wanted a number of workers")
 
 
 @dataclasses.dataclass
@@ -42,6 +51,20 @@ class SpcclUpdateInfo(WeightTransferUpdateInfo):
     def __post_init__(self) -> None:
         if self.action not in ("update", "stage"):
             raise ValueError(f"spccl: action {self.action!r}: wanted update or stage")
+        _require_time(self.timeout_s)
+        if not _is_count(self.version):
+            raise ValueError(f"spccl: version {self.version!r}: wanted what publish() returned")
+
+
+def _is_count(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 1
+
+
+def _require_time(timeout_s: Any) -> None:
+    """Requests are JSON from anyone: "30" and NaN come in too."""
+    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not (is_number and 0 < timeout_s <= MOST_TIMEOUT_S):
+        raise ValueError(f"spccl: timeout_s {timeout_s!r}: wanted seconds, above 0, at most {MOST_TIMEOUT_S}")
 
 
 class SpcclWeightTransferEngine(WeightTransferEngine[SpcclInitInfo, SpcclUpdateInfo]):
