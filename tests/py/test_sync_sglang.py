@@ -1,7 +1,7 @@
 """spccl.sync for SGLang: the loader, called as SGLang 0.5.23 calls it, on the workers of a server of stubs.
 
 Read in the wheel sglang-0.5.23: srt/model_executor/model_runner_components/weight_updater.py
-(`dynamic_import(load_format)(model, named_tensors)`), srt/distributed (`get_tp_group`).
+(`dynamic_import(load_format)(model, named_tensors)`), srt/distributed (`get_tp_group`, `get_pp_group`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytest.importorskip("safetensors", reason="spccl.sync writes safetensors files, 
 from safetensors.torch import save_file  # noqa: E402
 from vllm_models import RANKS, WAIT_S, Run, Threads, bits, damage, loaded, weights  # noqa: E402
 
-from spccl.errors import ArgumentError, Error, StateError  # noqa: E402
+from spccl.errors import ArgumentError, Error, StateError, UnsupportedError  # noqa: E402
 from spccl.sync import sglang as ours  # noqa: E402
 
 LOADER = "spccl.sync.sglang.load"
@@ -47,7 +47,7 @@ def group(monkeypatch):
 
     for name in ("sglang", "sglang.srt", "sglang.srt.distributed"):
         module = types.ModuleType(name)
-        module.get_tp_group = get_tp_group
+        module.get_tp_group, module.get_pp_group = get_tp_group, lambda: types.SimpleNamespace(world_size=1)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(ours, "TorchWorkers", lambda group: group)
 
@@ -110,3 +110,6 @@ def test_what_cannot_work_is_refused(run, group, tmp_path):
     other.w_kc = torch.ones(4, 4)  # as MLA attention has
     with pytest.raises(StateError, match="its 'w_kc' was made from the weights after loading"):
         ours.load(other, ours.command(run.folder, 1, tmp_path, WAIT_S))
+    sys.modules["sglang.srt.distributed"].get_pp_group = lambda: types.SimpleNamespace(world_size=2)
+    with pytest.raises(UnsupportedError, match="pipeline of 2 stages"):
+        ours.load(loaded(weights(1)), ours.command(run.folder, 1, tmp_path, WAIT_S))

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from spccl.errors import ArgumentError, FormatError
+from spccl.errors import ArgumentError, FormatError, UnsupportedError
 
 from ._replica import OneWorker, Replica, TorchWorkers, Workers, require_nothing_derived
 
@@ -96,7 +96,13 @@ def _read(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _workers() -> Workers:
-    from sglang.srt.distributed import get_tp_group
+    from sglang.srt.distributed import get_pp_group, get_tp_group
 
+    n_stages = get_pp_group().world_size
+    if n_stages > 1:
+        raise UnsupportedError(
+            f"sglang: pipeline of {n_stages} stages: each gets a request after the one before has carried it out, so "
+            "they cannot vote together: serve with tensor parallelism alone"
+        )
     group = get_tp_group()
     return OneWorker() if group.world_size == 1 else TorchWorkers(group.cpu_group)
