@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -163,6 +164,44 @@ def test_a_server_that_does_not_answer(run):
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(TimeoutError, match=r"get_world_size: no answer within 0\.2 s"):
             VllmClient(url, run.folder, timeout_s=0.2).update(1)
+
+
+def test_a_server_whose_text_of_an_error_stalls(run):
+    """The status has come, its text does not: an error of spccl within the time, not one of sockets."""
+    import socket
+
+    def answer():
+        peer, _ = silent.accept()
+        peer.recv(65536)
+        peer.sendall(b"HTTP/1.1 500 Failed\r\nContent-Length: 9\r\n\r\nx")
+        done.wait(WAIT_S)
+        peer.close()
+
+    done = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(StateError, match="get_world_size: status 500: Failed; the server's text did not arrive"):
+            VllmClient(url, run.folder, timeout_s=0.5).update(1)
+        done.set()
+        thread.join(WAIT_S)
+
+
+def test_an_interrupted_update_closes_its_session(http, run, monkeypatch):
+    """And says that the server is paused."""
+    client, send = VllmClient(http.url, run.folder, timeout_s=WAIT_S), VllmClient._send
+
+    def interrupted(self, method, route, *args):
+        if route == "update_weights":
+            raise KeyboardInterrupt
+        return send(self, method, route, *args)
+
+    monkeypatch.setattr(VllmClient, "_send", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        client.update(run.publish())
+    assert "stays paused" in caught.value.__notes__[0] and http.is_paused and not http.worker.is_active
+    monkeypatch.undo()
 
 
 def test_the_servers_own_folder(monkeypatch, run, tmp_path):

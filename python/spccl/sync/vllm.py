@@ -23,7 +23,7 @@ from typing import Any
 
 from spccl.errors import ArgumentError, Error, PeerError, StateError, TimeoutError
 
-from ._replica import INTACT, OPEN
+from ._replica import BROKEN, INTACT, OPEN
 
 BACKEND = "spccl"
 MOST_ERROR_CHARS = 2000
@@ -84,9 +84,13 @@ class VllmClient:
             self._update(version)
         except Error as error:
             if INTACT not in str(error):
-                raise type(error)(f"{error}; {self.url} stays paused: update again, or start it again") from error
+                what = "start it again" if BROKEN in str(error) else "update again, or start it again"
+                raise type(error)(f"{error}; {self.url} stays paused: {what}") from error
             self._post("resume")
             raise StateError(f"{error}; {self.url} serves on") from error
+        except BaseException as error:  # KeyboardInterrupt: whether the workers have written is not known
+            error.add_note(f"vllm client: {self.url} stays paused: update again, or start it again")
+            raise
         self._post("resume")
         self.pause_s = time.perf_counter() - start
         return version
@@ -101,7 +105,7 @@ class VllmClient:
         self._post("start_weight_update")
         try:
             self._post("update_weights", {"update_info": update_info})
-        except Error:
+        except BaseException:  # KeyboardInterrupt too: a second one ends the wait for the server
             self._finish()
             raise
         self._post("finish_weight_update", {} if weight_version is None else {"weight_version": weight_version})
@@ -126,7 +130,7 @@ class VllmClient:
         `update` and `stage` do it too; before the first one it takes the time to read the checkpoint twice.
         Raises: as `update`.
         """
-        world_size = json.loads(self._send("GET", "get_world_size")).get("world_size")
+        world_size = self._get("get_world_size").get("world_size")
         info = {"folder": self.folder, "timeout_s": self._most_s, "world_size": world_size}
         try:
             self._post("init_weight_transfer_engine", {"init_info": info})
@@ -137,7 +141,7 @@ class VllmClient:
 
     def version(self) -> str:
         """The version that the server says it has; "default" before the first one."""
-        return str(json.loads(self._send("GET", "weight_info")).get("weight_version"))
+        return str(self._get("weight_info").get("weight_version"))
 
     @property
     def _most_s(self) -> float:
@@ -146,6 +150,16 @@ class VllmClient:
 
     def _info(self, version: int, action: str) -> dict[str, Any]:
         return {"version": version, "action": action, "timeout_s": self._most_s}
+
+    def _get(self, route: str) -> dict[str, Any]:
+        text = self._send("GET", route)
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise PeerError(f"vllm client: {self.url}/{route}: answered {text[:80]!r}: is it a vLLM server?")
+        return found
 
     def _post(self, route: str, body: dict[str, Any] | None = None, query: dict[str, str] | None = None) -> str:
         return self._send("POST", route, body, query)
@@ -180,7 +194,10 @@ def _checked(version: int) -> int:
 
 def _refused(where: str, error: urllib.error.HTTPError) -> StateError:
     """An answer that is no success, with the server's text."""
-    text = error.read().decode(errors="replace")
+    try:
+        text = error.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as failure:  # a text that does not arrive, or only in part
+        text = f"{error.reason}; the server's text did not arrive: {failure}"
     try:
         found = json.loads(text)
         found = found.get("error", found.get("detail", found))
