@@ -214,6 +214,20 @@ __device__ __noinline__ void sp_scale_and_narrow(uint32_t lane, uint4 *sums, flo
     }
 }
 
+// Where the output has the accumulator's dtype: divide n sums, and store them. Not inlined, so that the code of other
+// calls stays close together. It takes values: a pointer to the caller's state would keep that in local memory.
+template <class T>
+__device__ __noinline__ void sp_store_wide(uint32_t lane, typename T::A *sums, typename T::A *out, uint32_t n,
+                                           int by)
+{
+    if (by != 1)
+        sp_divide_sums<T>(lane, sums, n, by);
+#pragma unroll 1
+    for (uint32_t i = lane; i < n; i += 32)
+        out[i] = sums[i];
+    __syncwarp();
+}
+
 // An owner. It goes through the slices of its shard, one at a time.
 template <class T, class G, bool REMOTE> struct sp_owner {
     typedef typename G::U U;
@@ -376,23 +390,6 @@ template <class T, class G, bool REMOTE> struct sp_owner {
         sp_fill<G>(ctx.lane, (U *)smem.sums, n);
         __syncwarp();
     }
-    // Where the output has the accumulator's dtype: divide the sums (AVG), and store them. Not inlined, so that the code
-    // of other calls stays close together.
-    __device__ __noinline__ void store_wide(uint32_t t, uint32_t n) const
-    {
-        A *out = (A *)ctx.a.out + split.own_start(mine, t), by = reciprocal();
-        const A *sums = (const A *)smem.sums;
-        if (ctx.a.redop == SPCCL_AVG && by == 0)
-            sp_divide_sums<T>(ctx.lane, (A *)smem.sums, n, ctx.a.world_size);
-#pragma unroll 1
-        for (uint32_t i = ctx.lane; i < n; i += 32) {
-            A sum = sums[i];
-            if (by != 0)
-                sp_scale_each<A, 1>(&sum, by);
-            out[i] = sum;
-        }
-        __syncwarp();
-    }
     __device__ __forceinline__ bool slice(uint32_t t)
     {
         sp_range r = split.range(mine, t);
@@ -416,7 +413,8 @@ template <class T, class G, bool REMOTE> struct sp_owner {
             return false;
         if (sizeof(A) != sizeof(U) && ctx.a.wide != 0) {
             if constexpr (sizeof(A) != sizeof(U))
-                store_wide(t, r.n);
+                sp_store_wide<T>(ctx.lane, (A *)smem.sums, (A *)ctx.a.out + split.own_start(mine, t), r.n,
+                                 ctx.a.redop == SPCCL_AVG ? ctx.a.world_size : 1);
         } else {
             finish(r.n);
             sp_slice_store<G>(ctx.lane, (const U *)smem.sums, (U *)ctx.a.out + split.own_start(mine, t), r.n);
