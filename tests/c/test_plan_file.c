@@ -151,10 +151,10 @@ static void write_plan(int i, const char *text)
 
 static void take_paths(const struct rank_ctx *c, spccl_config *config)
 {
-    static char text[2][160];
+    static char text[RANKS_CAP][160]; /* ranks are threads */
     int i = c->rank != 0 && paths[1][0] != '\0';
-    snprintf(text[c->rank != 0], sizeof text[0], "file:%s", paths[i]);
-    config->schedule = text[c->rank != 0];
+    snprintf(text[c->rank], sizeof text[0], "file:%s", paths[i]);
+    config->schedule = text[c->rank];
 }
 
 static void sum(struct rank_ctx *c)
