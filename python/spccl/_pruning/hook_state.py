@@ -273,7 +273,7 @@ def _join(parts: list[dict[str, Any]], host: int, n_hosts: int) -> dict[str, Any
     for name, (shape, strides) in parts[0]["layouts"].items():
         entries = [part["parameters"][name] for part in parts]
         parameters[name] = {
-            key: torch.cat([e[key] for e in entries]).as_strided(shape, strides).contiguous()
+            key: hosts.joined([e[key] for e in entries]).as_strided(shape, strides).contiguous()
             if all(e[key] is not None for e in entries)
             else None
             for key in ("residual", "velocity")

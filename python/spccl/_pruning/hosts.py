@@ -271,6 +271,11 @@ def whole(who: str, states: Sequence[Any], join: Any, of: Any = lambda state: st
     return [join([places[host, place] for place in range(per_host)], host, n_hosts) for host in range(n_hosts)]
 
 
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The parts one after the other, on the device of the first: states of ranks may lie on the GPU of each."""
+    return torch.cat([part.to(parts[0].device) for part in parts])
+
+
 def require_same_shape(
     who: str, theirs: dict[str, int] | None, n_theirs: int | None, ours: dict[str, int] | None, n_ours: int
 ) -> None:

@@ -48,7 +48,7 @@ def _join(parts: list[dict[str, Any]], host: int, n_hosts: int) -> dict[str, Any
         for name in _TENSORS:
             given = [e["global"] if e[name] is None and name == "local" else e[name] for e in entries]
             is_there = given[0] is not None and not (name == "local" and consolidated)
-            joined[name] = torch.cat(given).as_strided(shape, strides).contiguous() if is_there else None
+            joined[name] = hosts.joined(given).as_strided(shape, strides).contiguous() if is_there else None
         joined["kept"] = _join_kept(entries, strides)
         parameters.append(joined)
     return {**parts[0], "world_size": n_hosts, "rank": host, "hosts": None, "consolidated": consolidated,
@@ -62,7 +62,7 @@ def _join_kept(entries: list[dict[str, Any]], strides: Sequence[int]) -> dict[st
         if entry.get("kept") is not None:
             first, values = entry["kept"]["first"], entry["kept"]["values"]
             flat[first : first + values.numel()] = values.to(flat.device)
-    values = torch.cat(kept)
+    values = hosts.joined(kept)
     return {"first": 0, "values": values, "stride": strides} if values.any() else None
 
 
