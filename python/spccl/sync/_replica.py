@@ -283,8 +283,7 @@ class Replica:
         was_mixed, self._is_mixed = self._is_mixed, True  # while this writes, and if it fails
         error, parts = None, {}
         try:
-            pull.commit()
-            self._settle()
+            pull.commit()  # ends when a GPU has written, so its errors count in the vote
             parts = {
                 name: [whole, [[*part, s] for part, s in found.items()]]
                 for name, (found, whole) in pull.parts().items()
@@ -303,19 +302,12 @@ class Replica:
             raise agreed(StateError(f"{failure}; {INTACT}")) from failure
         self._is_mixed = False
 
-    def _settle(self) -> None:
-        """Wait until a GPU has written, so that its errors count in the vote."""
-        dst = next((place.dst for places in (self._plan or {}).values() for place in places), None)
-        if dst is not None and dst.is_cuda:
-            torch.cuda.synchronize(dst.device)
-
     def _take_back(self, what: str, version: int, before: int | None, why: BaseException, deadline: float) -> None:
         """All workers return to what they held. Raises: what `why` says, if one of them cannot."""
         pull, error = self._need_pull(), None
         try:
             if pull.version == version != before:
                 pull.rollback()
-                self._settle()
             elif pull.version != before or before is None:
                 raise StateError(
                     "its weights are a mixture: an anchor, or a change too large to undo, was half written"
