@@ -156,7 +156,7 @@ def run(
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            process_group=0,  # not a session: Linux shares the cores between sessions, not between their processes
+            start_new_session=True,  # Linux shares the cores equally between sessions: so stages get equal parts
         )
         _children.add(proc)
         expired = threading.Event()

@@ -236,7 +236,7 @@ static inline void member_process(struct member *m)
 static inline void wait_for_process(const struct member *m)
 {
     int status = 0;
-    int64_t deadline_ns = sp_deadline_in_ms(2 * PATIENCE_MS);
+    int64_t deadline_ns = sp_deadline_in_ms(20 * PATIENCE_MS); /* each of its waits has PATIENCE_MS */
     pid_t got;
     while ((got = waitpid(m->pid, &status, WNOHANG)) == 0 && !sp_deadline_passed(deadline_ns))
         usleep(500);

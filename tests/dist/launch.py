@@ -54,7 +54,7 @@ def run_ranks(
     worker: str,
     n_ranks: int,
     *args: str,
-    timeout_s: float = 240,
+    timeout_s: float = 600,
     env: dict[str, str] | None = None,
 ) -> list[Rank]:
     """Run `workers/<worker>.py *args` as `n_ranks` processes. Returns when all have ended or were killed."""
@@ -110,7 +110,7 @@ def _fork_server() -> multiprocessing.context.ForkServerContext:
 
 def _rank_main(script: str, args: tuple[str, ...], settings: dict[str, str], log: str) -> None:
     """Behave as `python script *args` would, with the output in `log`. Never returns."""
-    os.setpgid(0, 0)  # not a session: Linux gives each session the same share of the cores
+    os.setpgid(0, 0)  # not a session, which would get the same share of the cores as a whole stage of the test run
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
@@ -164,7 +164,7 @@ def _kill_group(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def run_command(command: list[str], env: dict[str, str], timeout_s: float = 200) -> tuple[int, str]:
+def run_command(command: list[str], env: dict[str, str], timeout_s: float = 600) -> tuple[int, str]:
     """Run a launcher such as torchrun. Returns its exit status and all that it printed.
 
     After `timeout_s` the launcher gets SIGTERM first, so that it ends its ranks: they lead sessions of their own,

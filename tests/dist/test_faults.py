@@ -12,7 +12,7 @@ from launch import check_case, run_ranks
 
 def run(case: str, n_ranks: int = 3, survivors: int | None = None, within_s: float = 15) -> list[dict]:
     """Run a case. Returns the reports of the survivors, which are the first ranks."""
-    ranks = run_ranks("faults", n_ranks, case, timeout_s=100)
+    ranks = run_ranks("faults", n_ranks, case, timeout_s=300)
     alive = ranks[: survivors or n_ranks]
     reports = check_case(alive, case)
     assert [r.returncode for r in alive] == [0] * len(alive), "\n".join(r.report() for r in ranks)

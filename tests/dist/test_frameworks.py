@@ -66,7 +66,7 @@ def ranks():
     cases = [case for libraries, some in CASES.items() if why_missing(libraries) is None for case in some]
     stores = {case: torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) for case in cases}
     words = [f"{case}={store.port}" for case, store in stores.items()]
-    return run_ranks("frameworks", 2, *words, timeout_s=280)
+    return run_ranks("frameworks", 2, *words, timeout_s=600)
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def load_in_processes(n: int, **env: str) -> list[str]:
     ]
     outputs = []
     for process in running:
-        out, err = process.communicate(timeout=200)
+        out, err = process.communicate(timeout=500)
         assert process.returncode == 0, f"exit {process.returncode}\n{out}\n{err}"
         outputs.append(out)
     return outputs

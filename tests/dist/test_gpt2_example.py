@@ -103,7 +103,7 @@ def test_figure(measured, results):
     csv = measured[0]
     drawn = csv.with_suffix(".png")
     command = [sys.executable, str(EXAMPLE / "figure.py"), str(csv), str(csv), "-o", str(drawn)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0 and "8 bars" in done.stdout, done.stderr
     assert drawn.read_bytes()[:4] == b"\x89PNG"
     other = csv.with_name("other.csv")

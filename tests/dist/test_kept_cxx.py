@@ -23,7 +23,7 @@ echo "$1" > "$3"
 
 def compile_word(folder: Path, word: str, output: Path) -> int:
     command = [sys.executable, kept_cxx.__file__, str(folder / "cxx"), word, "-o", str(output)]
-    return subprocess.run(command, env=dict(os.environ, SPCCL_TEST_CACHE=str(folder / "cache")), timeout=120).returncode
+    return subprocess.run(command, env=dict(os.environ, SPCCL_TEST_CACHE=str(folder / "cache")), timeout=500).returncode
 
 
 def make_compiler(folder: Path) -> None:

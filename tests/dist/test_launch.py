@@ -58,7 +58,7 @@ def test_import_torch_registers_lazily(installed):
         "import torch, sys; from torch.distributed import Backend; assert 'SPCCL' in Backend._plugins; "
         "assert Backend('spccl') == 'spccl'; assert 'libspccl_torch' not in open('/proc/self/maps').read()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=500)
 
 
 def test_autoload_never_raises(monkeypatch):

@@ -47,10 +47,10 @@ def test_order(tmp_path):
     command = _torch_glue.command(torch, kept_cxx.compiler(_torch_glue._compiler()), driver)
     command[command.index(str(_torch_glue.SOURCES / "glue.cpp"))] = str(SOURCE)
     command += [f"-I{_torch_glue.SOURCES}", "-O0", "-Wl,-soname,libcuda.so.1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     code = f"import torch, ctypes; ctypes.CDLL({str(driver)!r}, ctypes.RTLD_GLOBAL).play()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.strip() for line in done.stdout.splitlines()]
     for i, (line, (wanted, why)) in enumerate(zip(lines, WANTED, strict=True)):

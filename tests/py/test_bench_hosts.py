@@ -133,7 +133,7 @@ def test_rate_says_why_it_was_not_measured(monkeypatch, role, host):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(1500)
 @needs_hosts
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bench_over_hosts(ranks):
@@ -172,5 +172,5 @@ def test_rows_without_hosts_have_no_such_columns():
         iters=2,
         warmup=0,
     )
-    row = start.run_spawned(plan, 2, deadline_s=120, on_message=lambda _: None)[0]
+    row = start.run_spawned(plan, 2, deadline_s=600, on_message=lambda _: None)[0]
     assert type(row) is report.Row

@@ -36,7 +36,7 @@ def judged(*report: str) -> tuple[int, str]:
         input="\n".join(report),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
         check=False,
     )
     return done.returncode, done.stdout

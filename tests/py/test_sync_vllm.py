@@ -292,7 +292,7 @@ def test_no_module_but_the_engine_imports_vllm(tmp_path):
     """`import spccl` and spccl.sync must not: it takes seconds, and trainers do not have it."""
     (tmp_path / "vllm.py").write_text("raise SystemExit('vllm was imported')")
     code = "import spccl, spccl.sync, spccl.sync.vllm, spccl.sync._replica"
-    subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path)}, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path)}, check=True, timeout=500)
 
 
 def test_entry_point():

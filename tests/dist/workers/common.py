@@ -33,7 +33,7 @@ def report(case: str, **what: object) -> None:
     sys.stdout.flush()
 
 
-def join(backend: str = "spccl", timeout_s: float = 60, name: str = "store", **kwargs: object) -> None:
+def join(backend: str = "spccl", timeout_s: float = 180, name: str = "store", **kwargs: object) -> None:
     dist.init_process_group(
         backend,
         init_method=f"file://{FOLDER}/{name}",
