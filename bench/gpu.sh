@@ -9,6 +9,8 @@
 #   verify    spccl verify --device cuda            micro     rates of memory and links; bench/micro/*.cu
 #   delta     deltas of 14 GB of weights on one GPU
 #   pruned    a captured DDP step, then bench/ddp_exchange.py: dense, pruned, momentum in 5 turns, with memory
+#   hosts     a step of GPT-2 XL, half of the GPUs as one host, half as another, TCP between them: pruned, dense
+#   weights   deltas of 14 GB of weights from one GPU to the others, against NCCL's broadcast of all
 # Options:
 #   --gpus G        for bench, soak, verify (def.: all)    --minutes N   length of the soak (default 1)
 #   --seconds S     budget of the bench (default 180)      --limit S     limit of every stage, in place of its own
@@ -42,7 +44,7 @@ while (($#)); do
         printf -v "$name" %s "$2"
         shift 2
         ;;
-    ctest | sanitize | pytest | bench | soak | figure | verify | micro | delta | pruned) stages+=("$1") && shift ;;
+    ctest | sanitize | pytest | bench | soak | figure | verify | micro | delta | pruned | hosts | weights) stages+=("$1") && shift ;;
     -h | --help) usage 0 ;;
     *) echo "gpu.sh: $1: unknown stage or option" >&2; usage 2 >&2 ;;
     esac
@@ -148,6 +150,19 @@ run_pruned() {
     return "$failed"
 }
 
+run_hosts() {
+    local n per_host
+    n=$(n_gpus) && ((n >= 4 && n % 2 == 0)) || { echo "wanted an even number of GPUs, 4 or more; got $n"; return 1; }
+    per_host=$((n / 2))
+    OUT=$out bash bench/between_hosts.sh "$n" "$per_host" -- examples/gpt2/measure.py --size xl --variant graph \
+        --modes tuned,pruned --buckets 128,512 --rounds 3 --prune-rounds 1 --csv "$out/gpt2-between-hosts.csv"
+}
+
+run_weights() {
+    "$python" -m torch.distributed.run --standalone --nproc-per-node "$(n_gpus)" bench/weight_sync_gpu.py \
+        --csv "$out/weights.csv"
+}
+
 run_verify() {
     "$python" -m spccl verify --device cuda ${gpus:+--ranks "$gpus"}
 }
@@ -174,6 +189,7 @@ own_limit() {
     micro) echo 60 ;;
     delta) echo 240 ;;
     pruned) echo 290 ;;
+    hosts | weights) echo 240 ;;
     esac
 }
 
@@ -185,6 +201,7 @@ note() {
     pytest) grep -E '(passed|failed|skipped|error).* in ' "$2" | tail -1 | tr -d '=' ;;
     pruned) grep -E '^round .*(dense|pruned), ' "$2" | tail -2 | cut -c1-95 | tr '\n' ';' ;;
     delta) grep -E '^(encode|base update) .* 1\.00%' "$2" | sed -E 's/ +/ /g' | tr '\n' ';' ;;
+    weights) grep ' ms (' "$2" | sed -E 's/ +/ /g' | tr '\n' ';' ;;
     micro) grep 'GB/s' "$2" | sed -E 's/ +[0-9.]+ us +/ /' | tr '\n' ';' ;;
     *) tail -1 "$2" ;;
     esac | tr '\n' ' ' | cut -c1-200

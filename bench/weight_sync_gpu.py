@@ -1,12 +1,15 @@
 """Weight sync on one GPU: a delta of a whole model from comparing to the last write, against torch and a peer.
 
     python bench/weight_sync_gpu.py [--gb 14] [--changed 0.01] [--peer FILE] [--csv FILE]
+    torchrun --nproc-per-node 4 bench/weight_sync_gpu.py [...]      one GPU to the others, beside a dense broadcast
 
 The weights are bfloat16 matrices of 4096 columns, 128 MiB each; a share of them, at random places, takes random bits
 that are no NaN. Rows: calls of spccl.sync.delta, for all tensors at once; `torch`: the same by torch's own operations,
 tensor by tensor: compare, nonzero, gather (6 bytes a change), and writing with index_put_. --peer: vLLM's file
 checkpoint_weight_patch.py, whose load_checkpoint_weight_patches gets the places and values that torch has packed. Times
 are medians of 5, on the host's clock between two synchronizations. What was written is compared bit for bit.
+Under torchrun rank 0 publishes and the others apply; a time has everything from comparing the weights to the last write
+of the slowest rank, and the base's update apart.
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from spccl.sync import delta
+from spccl import Communicator
+from spccl.sync import Publisher, Subscriber, delta
 
 COLUMNS, ROWS, KEY, ROUNDS = 4096, 16384, 1, 5
 
@@ -44,8 +49,8 @@ def median_ms(work: Callable[[], object], before: Callable[[], object] = lambda:
 
 def changed(base: torch.Tensor, share: float, generator: torch.Generator) -> torch.Tensor:
     """A copy of [rows, columns] bfloat16 `base` of which a share of the elements has other bits, none a NaN."""
-    places = torch.rand(base.shape, device="cuda", generator=generator) < share
-    bits = torch.randint(0, 0x3F80, base.shape, device="cuda", generator=generator, dtype=torch.int16)
+    places = torch.rand(base.shape, device=base.device, generator=generator) < share
+    bits = torch.randint(0, 0x3F80, base.shape, device=base.device, generator=generator, dtype=torch.int16)
     old = base.view(torch.int16)
     return torch.where(places, torch.where(bits == old, bits ^ 1, bits), old).view(torch.bfloat16)
 
@@ -123,13 +128,89 @@ def ours(raw: bool, share: float, weights: tuple[list[torch.Tensor], ...], row: 
     require(f"undo {kind}", live, base)
 
 
+def over_group(args: argparse.Namespace) -> None:
+    """The weights of rank 0 to all ranks, changed before each round: over a group of spccl, and whole over NCCL."""
+    rank, n_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    on_gpu = args.device == "cuda"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    store = dist.distributed_c10d._get_default_store()
+    generator = torch.Generator(device).manual_seed(1)
+    n = max(1, round(args.gb * 1e9 / (2 * ROWS * COLUMNS)))
+    weights = [torch.rand(ROWS, COLUMNS, device=device, generator=generator).bfloat16() for _ in range(n)]
+
+    def timed(work: Callable[[], object]) -> float:
+        """Milliseconds of the slowest rank."""
+        if on_gpu:
+            torch.cuda.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        work()
+        if on_gpu:
+            torch.cuda.synchronize()
+        ms = torch.tensor(1e3 * (time.perf_counter() - start))
+        dist.all_reduce(ms, dist.ReduceOp.MAX)
+        return ms.item()
+
+    with Communicator(rank, n_ranks, store=dist.PrefixStore("weights", store)) as comm:
+        named = {str(i): w for i, w in enumerate(weights)}
+        one = Publisher(comm, named) if rank == 0 else Subscriber(comm, named)
+        base: list[float] = []
+        if rank == 0:
+            advance = one._advance_group
+
+            def advanced(*words: object) -> None:
+                start = time.perf_counter()
+                advance(*words)
+                if on_gpu:
+                    torch.cuda.synchronize()
+                base.append(1e3 * (time.perf_counter() - start))
+
+            one._advance_group = advanced
+        step = one.publish if rank == 0 else one.apply
+        step()
+        ours, dense = [], []
+        for _ in range(ROUNDS + 1):
+            news = [changed(w, args.changed, generator) for w in weights]
+            if rank == 0:
+                restore(weights, news)
+            ours.append(timed(step))
+            require("weight sync", weights, news)
+            dense.append(timed(lambda: [dist.broadcast(w, 0) for w in weights]))
+        if rank == 0:
+            of = f"{n_ranks - 1} receivers, {n * ROWS * COLUMNS * 2 / 1e9:.2f} GB, {args.changed:.2%} changed"
+            name = torch.cuda.get_device_name() if on_gpu else "CPU"
+            print(f"{name}, {of}, {one.stats()['delta_bytes'] / 1e6:.1f} MB sent to each")
+            rows = [("publish, apply; base in it", ours), ("of it the base", base), ("dense broadcast", dense)]
+            rows = [(what, statistics.median(t[-ROUNDS:]), min(t[-ROUNDS:]), max(t[-ROUNDS:])) for what, t in rows]
+            for what, *ms in rows:
+                print(f"{what:44s} {ms[0]:10.3f} ms ({ms[1]:.3f} to {ms[2]:.3f})")
+            if args.csv:
+                write_csv(args.csv, f"gpu: {name}, {of}", rows)
+    dist.destroy_process_group()
+
+
+def write_csv(path: Path, facts: str, rows: list[tuple[str, float, float, float]]) -> None:
+    with path.open("w", newline="") as file:
+        file.write(f"# {facts}, commit: {os.environ.get('SPCCL_COMMIT', 'unknown')}\n")
+        writer = csv.writer(file)
+        writer.writerow(["what", "median_ms", "least_ms", "most_ms"])
+        writer.writerows([what, *(f"{ms:.3f}" for ms in times)] for what, *times in rows)
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--gb", type=float, default=14.0, help="1e9 bytes of bfloat16")
     p.add_argument("--changed", type=float, default=0.01)
     p.add_argument("--peer", type=Path)
     p.add_argument("--csv", type=Path)
+    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: under torchrun only")
     args = p.parse_args()
+    if "RANK" in os.environ:
+        over_group(args)
+        return
     n = max(1, round(args.gb * 1e9 / (2 * ROWS * COLUMNS)))
     generator = torch.Generator("cuda").manual_seed(1)
     base = [torch.rand(ROWS, COLUMNS, device="cuda", generator=generator).bfloat16() for _ in range(n)]
@@ -159,12 +240,8 @@ def main() -> None:
         row("peer: load_checkpoint_weight_patches", median_ms(call, lambda: restore(live, base)))
         require("peer", live, x)
     if args.csv:
-        with args.csv.open("w", newline="") as file:
-            facts = f"gpu: {torch.cuda.get_device_name()}, commit: {os.environ.get('SPCCL_COMMIT', 'unknown')}"
-            file.write(f"# {facts}, {n} tensors of {ROWS} x {COLUMNS} bfloat16, {args.changed} changed\n")
-            writer = csv.writer(file)
-            writer.writerow(["what", "median_ms", "least_ms", "most_ms"])
-            writer.writerows([what, *(f"{ms:.3f}" for ms in times)] for what, *times in rows)
+        of = f"{n} tensors of {ROWS} x {COLUMNS} bfloat16, {args.changed} changed"
+        write_csv(args.csv, f"gpu: {torch.cuda.get_device_name()}, {of}", rows)
 
 
 if __name__ == "__main__":
