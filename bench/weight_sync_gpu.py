@@ -27,7 +27,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from spccl import Communicator
 from spccl.sync import Publisher, Subscriber, delta
 
 COLUMNS, ROWS, KEY, ROUNDS = 4096, 16384, 1, 5
@@ -136,7 +135,6 @@ def over_group(args: argparse.Namespace) -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-    store = dist.distributed_c10d._get_default_store()
     generator = torch.Generator(device).manual_seed(1)
     n = max(1, round(args.gb * 1e9 / (2 * ROWS * COLUMNS)))
     weights = [torch.rand(ROWS, COLUMNS, device=device, generator=generator).bfloat16() for _ in range(n)]
@@ -154,41 +152,40 @@ def over_group(args: argparse.Namespace) -> None:
         dist.all_reduce(ms, dist.ReduceOp.MAX)
         return ms.item()
 
-    with Communicator(rank, n_ranks, store=dist.PrefixStore("weights", store)) as comm:
-        named = {str(i): w for i, w in enumerate(weights)}
-        one = Publisher(comm, named) if rank == 0 else Subscriber(comm, named)
-        base: list[float] = []
-        if rank == 0:
-            advance = one._advance_group
+    named = {str(i): w for i, w in enumerate(weights)}
+    one = Publisher(dist.group.WORLD, named) if rank == 0 else Subscriber(dist.group.WORLD, named)
+    base: list[float] = []
+    if rank == 0:
+        advance = one._advance_group
 
-            def advanced(*words: object) -> None:
-                start = time.perf_counter()
-                advance(*words)
-                if on_gpu:
-                    torch.cuda.synchronize()
-                base.append(1e3 * (time.perf_counter() - start))
+        def advanced(*words: object) -> None:
+            start = time.perf_counter()
+            advance(*words)
+            if on_gpu:
+                torch.cuda.synchronize()
+            base.append(1e3 * (time.perf_counter() - start))
 
-            one._advance_group = advanced
-        step = one.publish if rank == 0 else one.apply
-        step()
-        ours, dense = [], []
-        for _ in range(ROUNDS + 1):
-            news = [changed(w, args.changed, generator) for w in weights]
-            if rank == 0:
-                restore(weights, news)
-            ours.append(timed(step))
-            require("weight sync", weights, news)
-            dense.append(timed(lambda: [dist.broadcast(w, 0) for w in weights]))
+        one._advance_group = advanced
+    step = one.publish if rank == 0 else one.apply
+    step()
+    ours, dense = [], []
+    for _ in range(ROUNDS + 1):
+        news = [changed(w, args.changed, generator) for w in weights]
         if rank == 0:
-            of = f"{n_ranks - 1} receivers, {n * ROWS * COLUMNS * 2 / 1e9:.2f} GB, {args.changed:.2%} changed"
-            name = torch.cuda.get_device_name() if on_gpu else "CPU"
-            print(f"{name}, {of}, {one.stats()['delta_bytes'] / 1e6:.1f} MB sent to each")
-            rows = [("publish, apply; base in it", ours), ("of it the base", base), ("dense broadcast", dense)]
-            rows = [(what, statistics.median(t[-ROUNDS:]), min(t[-ROUNDS:]), max(t[-ROUNDS:])) for what, t in rows]
-            for what, *ms in rows:
-                print(f"{what:44s} {ms[0]:10.3f} ms ({ms[1]:.3f} to {ms[2]:.3f})")
-            if args.csv:
-                write_csv(args.csv, f"gpu: {name}, {of}", rows)
+            restore(weights, news)
+        ours.append(timed(step))
+        require("weight sync", weights, news)
+        dense.append(timed(lambda: [dist.broadcast(w, 0) for w in weights]))
+    if rank == 0:
+        of = f"{n_ranks - 1} receivers, {n * ROWS * COLUMNS * 2 / 1e9:.2f} GB, {args.changed:.2%} changed"
+        name = torch.cuda.get_device_name() if on_gpu else "CPU"
+        print(f"{name}, {of}, {one.stats()['delta_bytes'] / 1e6:.1f} MB sent to each")
+        rows = [("publish, apply; base in it", ours), ("of it the base", base), ("dense broadcast", dense)]
+        rows = [(what, statistics.median(t[-ROUNDS:]), min(t[-ROUNDS:]), max(t[-ROUNDS:])) for what, t in rows]
+        for what, *ms in rows:
+            print(f"{what:44s} {ms[0]:10.3f} ms ({ms[1]:.3f} to {ms[2]:.3f})")
+        if args.csv:
+            write_csv(args.csv, f"gpu: {name}, {of}", rows)
     dist.destroy_process_group()
 
 

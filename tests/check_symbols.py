@@ -1,6 +1,6 @@
 """Checks that libspccl.so exports exactly what libspccl.map lists and the public headers declare (csrc/*.h).
 
-    check_symbols.py path/to/libspccl.so
+check_symbols.py path/to/libspccl.so
 """
 
 from __future__ import annotations

@@ -102,15 +102,11 @@ _FIELDS = (
 
 
 def _section_text(frame: FrameInfo) -> str:
-    return " ".join(
-        f"{name} {n} ({100 * n / frame.frame_bytes:.0f}%)" for name, n in frame.sections().items()
-    )
+    return " ".join(f"{name} {n} ({100 * n / frame.frame_bytes:.0f}%)" for name, n in frame.sections().items())
 
 
 def _show_header(frame: FrameInfo, data: Any) -> None:
-    table = Table(
-        "offset", "bytes", "field", "meaning", title=f"frame 0: header (byte {frame.offset} of the file)"
-    )
+    table = Table("offset", "bytes", "field", "meaning", title=f"frame 0: header (byte {frame.offset} of the file)")
     for offset, size, name, meaning in _FIELDS:
         at = frame.offset + offset
         table.add_row(str(offset), bytes(data[at : at + size]).hex(" "), name, meaning(frame))
@@ -177,9 +173,7 @@ def inspect_command(file: Path, n_shown: int, as_text: bool) -> None:
             for i, f in enumerate(frames[:n_shown]):
                 kind = f"{f.format} (delta)" if f.is_delta else f.format
                 numbers = (str(f.n_elems), f"{f.nnz} ({100 * f.nnz / max(f.n_elems, 1):.3g}%)")
-                table.add_row(
-                    str(i), str(f.offset), kind, f.dtype, *numbers, str(f.frame_bytes), _section_text(f)
-                )
+                table.add_row(str(i), str(f.offset), kind, f.dtype, *numbers, str(f.frame_bytes), _section_text(f))
             _console.print(table)
             if len(frames) > n_shown:
                 _console.print(f"... and {len(frames) - n_shown} more (--frames {len(frames)} shows all)")
@@ -195,9 +189,7 @@ def inspect_command(file: Path, n_shown: int, as_text: bool) -> None:
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="cuda: one rank per GPU."
 )
-@click.option(
-    "--ranks", type=click.IntRange(1, 64), help="Processes to start.  [default: 2; on GPUs one for each]"
-)
+@click.option("--ranks", type=click.IntRange(1, 64), help="Processes to start.  [default: 2; on GPUs one for each]")
 @click.option("--transport", help='Comma list such as "shm" or "tcp"; default: the library\'s choice.')
 @click.option(
     "--timeout",

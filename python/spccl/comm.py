@@ -188,9 +188,7 @@ class Communicator:
         """Whether `close` was called."""
         return self._comm.closed
 
-    def all_gather(
-        self, input: Any, output: Any, *, dtype: Any = None, async_op: bool = False
-    ) -> Request | None:
+    def all_gather(self, input: Any, output: Any, *, dtype: Any = None, async_op: bool = False) -> Request | None:
         """output[r * n : (r + 1) * n] = rank r's input.
 
         Args:
@@ -218,9 +216,7 @@ class Communicator:
             dtype, async_op: as in `all_gather`; float8 is refused, because spccl has no arithmetic for it.
         Returns, raises: as `all_gather`.
         """
-        return _request(
-            self._comm.reduce_scatter(input, output, op, dtype=dtype_name(dtype), async_op=async_op)
-        )
+        return _request(self._comm.reduce_scatter(input, output, op, dtype=dtype_name(dtype), async_op=async_op))
 
     def all_reduce(
         self, input: Any, output: Any = None, op: str = "sum", *, dtype: Any = None, async_op: bool = False
@@ -235,9 +231,7 @@ class Communicator:
         """
         return _request(self._comm.all_reduce(input, output, op, dtype=dtype_name(dtype), async_op=async_op))
 
-    def broadcast(
-        self, buffer: Any, root: int = 0, *, dtype: Any = None, async_op: bool = False
-    ) -> Request | None:
+    def broadcast(self, buffer: Any, root: int = 0, *, dtype: Any = None, async_op: bool = False) -> Request | None:
         """Copy the root's buffer into every other rank's buffer.
 
         Args:

@@ -40,9 +40,7 @@ class Case:
     def __str__(self) -> str:
         op = f" {self.op}" if self.op else ""
         where = "in place" if self.in_place else "out of place"
-        return (
-            f"{self.collective}{op} {self.dtype} x {self.n_elems}, {100 * self.sparsity:g}% sparse, {where}"
-        )
+        return f"{self.collective}{op} {self.dtype} x {self.n_elems}, {100 * self.sparsity:g}% sparse, {where}"
 
 
 @dataclasses.dataclass
@@ -208,9 +206,7 @@ def bound(comm: Communicator, case: Any, source: Any, target: Any, root: int, **
     return functools.partial(comm.broadcast, target, root, **how)
 
 
-def _start(
-    comm: Communicator, case: Case, index: int, inputs: list[Array]
-) -> tuple[Any, Array, Array, Array | None]:
+def _start(comm: Communicator, case: Case, index: int, inputs: list[Array]) -> tuple[Any, Array, Array, Array | None]:
     """Start the case: (request, buffer with the answer, expected answer, input or None if overwritten)."""
     root = index % comm.world_size
     source, out, stays = buffers(case, inputs, comm.rank, root, np.copy, case.in_place)

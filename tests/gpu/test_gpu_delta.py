@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_launch import SETTINGS, check_case, run_ranks
 
 import spccl
 from spccl.sync import Place, Publisher, Subscriber, _encode, delta
@@ -19,6 +20,7 @@ pytestmark = [
 ]
 KEY = 77
 DEVICE = torch.device("cuda", 0)
+WORKERS = Path(__file__).parents[1] / "dist" / "workers"
 SHAPES = [(1,), (300, 1000), (0,), (65536,), (3, 65537)]
 
 
@@ -306,6 +308,15 @@ def test_a_change_above_the_limit(tmp_path):
         assert bits(replica) == bits(model)
         with pytest.raises(spccl.StateError, match="nothing to roll back"):
             pull.rollback()
+
+
+@pytest.mark.parametrize("case", ["versions", "killed_receiver"])
+def test_a_group_of_gpus(case):
+    """Frames go from GPU to GPU: NCCL carries them. With one GPU ranks share it, and they go through the host."""
+    n_ranks = min(max(torch.cuda.device_count(), 3), 4)
+    settings = {"SPCCL_TEST_DEVICE": "cuda", "SPCCL_TEST_SHARE_GPUS": "1"}
+    ranks = run_ranks(str(WORKERS / "sync"), n_ranks, case, timeout_s=120, env={**SETTINGS, **settings})
+    check_case(ranks[:-1] if case == "killed_receiver" else ranks, case)
 
 
 def test_a_group():

@@ -35,13 +35,13 @@ def change(net: torch.nn.Module, seed: int, density: float = 0.02) -> None:
     """A step of training: some weights change, each buffer too."""
     random = torch.Generator().manual_seed(1000 + seed)
     for x in net.parameters():
-        x += torch.randn(x.shape, generator=random) * (torch.rand(x.shape, generator=random) < density)
+        x += (torch.randn(x.shape, generator=random) * (torch.rand(x.shape, generator=random) < density)).to(x.device)
     for x in net.buffers():
         x += 1
 
 
 def raw(x: torch.Tensor) -> bytes:
-    return x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return x.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
 def state(net: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[str, bytes]:

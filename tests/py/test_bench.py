@@ -56,9 +56,7 @@ def wait_until(condition, seconds=20):
 
 def test_ranks_return_and_talk():
     heard = []
-    results = launch.run_ranks(
-        rank_echo, 3, (10,), deadline_s=600, on_message=lambda r, m: heard.append((r, m))
-    )
+    results = launch.run_ranks(rank_echo, 3, (10,), deadline_s=600, on_message=lambda r, m: heard.append((r, m)))
     assert results == [10, 11, 12]
     assert sorted(heard) == [(r, ("hello", r)) for r in range(3)]
 
@@ -214,11 +212,7 @@ def test_reference_against_plain_loops(dtype, op):
             if whole:
                 wanted = wrap(wanted)
             if op == "avg":
-                wanted = (
-                    int(wanted / 3)
-                    if bits < 64 or not whole
-                    else (abs(wanted) // 3) * (1 if wanted >= 0 else -1)
-                )
+                wanted = int(wanted / 3) if bits < 64 or not whole else (abs(wanted) // 3) * (1 if wanted >= 0 else -1)
                 if not whole:
                     wanted = sum(column) / 3
         close = {"bfloat16": 2**-7, "float16": 2**-10, "float32": 2**-21}.get(dtype, 0)

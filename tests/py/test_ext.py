@@ -55,9 +55,7 @@ def test_import_needs_neither_torch_nor_numpy():
         "except ModuleNotFoundError as e: assert 'pip install numpy' in str(e)\n"
         "else: raise SystemExit('numpy came from nowhere')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=500
-    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
 
 

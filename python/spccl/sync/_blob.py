@@ -18,6 +18,7 @@ import torch
 
 from spccl.errors import FormatError, OutOfMemoryError, SystemCallError
 
+from . import delta
 from .manifest import File, Manifest, parse, sha256
 
 _MOST_HEADER_BYTES = 100_000_000  # of safetensors
@@ -79,8 +80,34 @@ class InMemory(Blob):
     def check(self, file: File) -> InMemory:
         """Raises: FormatError if size or hash are not those of the manifest."""
         _check_size(self.where, self.n_bytes, file)
-        _check_hash(self.where, hashlib.sha256(memoryview(self.data.numpy())).hexdigest(), file)
+        _check_hash(self.where, _sha256(self.data), file)
         return self
+
+
+class Frames(InMemory):
+    """The frames of a delta as they are, [n_bytes] uint8 on any device, from a multiple of 8 bytes on."""
+
+    def check(self, file: File) -> Frames:
+        _check_size(self.where, self.n_bytes, file)
+        by_sum = file.sha256.startswith(_BY_SUM)
+        _check_hash(self.where, _sum_digest(self.data) if by_sum else _sha256(self.data), file)
+        return self
+
+
+_BY_SUM = "0" * 48  # no SHA-256 that is met in practice begins so
+
+
+def digest(frames: torch.Tensor) -> str:
+    """What `File.sha256` says of frames: their SHA-256; on a GPU, where all are of one group, a checksum of 64 bits."""
+    return _sha256(frames) if frames.device.type == "cpu" else _sum_digest(frames)
+
+
+def _sha256(data: torch.Tensor) -> str:
+    return hashlib.sha256(memoryview(data.cpu().numpy())).hexdigest()
+
+
+def _sum_digest(data: torch.Tensor) -> str:
+    return f"{_BY_SUM}{delta.checksum(data, 0):016x}"
 
 
 class OnDisk(Blob):
@@ -268,4 +295,4 @@ def dumped(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def file_of(name: str, data: torch.Tensor, places: tuple[int, ...]) -> File:
     """What a manifest says of a file. Args: data: its bytes."""
-    return File(name, data.numel(), hashlib.sha256(memoryview(data.numpy())).hexdigest(), places)
+    return File(name, data.numel(), _sha256(data), places)

@@ -13,10 +13,11 @@ from ._tensors import Box, flat, frame_dtype
 from .manifest import MASK, Entry, File, Part, file_name
 
 Pairs = Sequence[tuple[torch.Tensor, torch.dtype]]
-Write = Callable[[str, dict[str, torch.Tensor], tuple[int, ...]], File]
+Write = Callable[[str, dict[str, torch.Tensor], tuple[int, ...]], File]  # a delta's frames are on the tensors' device
 
 SLICE_ELEMS = 1 << 16  # of a frame; parts are of whole slices
 PART_ELEMS, N_PARTS = 1 << 22, 4096  # parts are of the first, or larger: so many of a model
+GPU_PART_ELEMS, GPU_N_PARTS = 1 << 24, 512  # a part costs the host about what a GPU needs for a million elements
 
 
 def boxes(entries: Sequence[Entry], tensors: Sequence[torch.Tensor]) -> list[list[Box]]:
@@ -34,7 +35,7 @@ def sum_after(old: Entry, parts: Sequence[Part]) -> int:
 
 
 class Writer:
-    """Makes the files of one version, of tensors on the CPU: `write(name, tensors, places)` puts one where it belongs.
+    """Makes the files of one version: `write(name, tensors, places)` puts one where it belongs.
 
     `files`: the delta's. `kept`: the frames of the only one of them, still in memory; None if there are several.
     """
@@ -48,13 +49,14 @@ class Writer:
         """Encode what differs from the base. Returns the parts of each tensor that changed."""
         parts: list[list[Part]] = [[] for _ in base]
         # Small parts, so that a rank of a sharded receiver reads few others' elements.
-        part_elems = max(PART_ELEMS, sum(x.numel() for x in base) // N_PARTS)
+        device = base[0].device if base else torch.device("cpu")
+        least, n_parts = (PART_ELEMS, N_PARTS) if device.type == "cpu" else (GPU_PART_ELEMS, GPU_N_PARTS)
+        part_elems = max(least, sum(x.numel() for x in base) // n_parts)
         todo = [
             (place, first, n)
             for place, x in enumerate(base)
             for first, n in _cut(x.numel(), frame_dtype(x.dtype), self.staging_bytes, part_elems)
         ]
-        device = base[0].device if base else torch.device("cpu")
         out = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
         used, flats = 0, _Flats(now, base)
         while todo:
@@ -80,7 +82,7 @@ class Writer:
 
     def _flush(self, frames: torch.Tensor) -> None:
         name = file_name("delta", len(self.files) + 1)
-        self.files.append(self.write(name, {"frames": frames.cpu()}, ()))
+        self.files.append(self.write(name, {"frames": frames}, ()))
 
     def anchor(self, entries: Sequence[Entry], now: Pairs) -> tuple[File, ...]:
         """Write the tensors themselves, several to a file of at most `staging_bytes` if a tensor is not larger.

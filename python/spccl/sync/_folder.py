@@ -123,7 +123,7 @@ def write_tensors(folder: Path, name: str, tensors: dict[str, torch.Tensor], pla
 
     path = folder / name
     try:
-        safetensors.torch.save_file(tensors, path)
+        safetensors.torch.save_file({name: x.cpu() for name, x in tensors.items()}, path)
         os.chmod(path, 0o666 & os.stat(path.parent).st_mode)  # safetensors makes it readable for this user alone
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         with open(opened, "rb") as file:

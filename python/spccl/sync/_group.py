@@ -3,7 +3,8 @@
 All ranks of the group make the same calls in the same order:
 
 1. `gather`: "hello", role, version. One rank is the publisher; the others are receivers.
-2. `send`: the publisher's index: how many bytes of which versions follow, or its error. Then these bytes.
+2. `send`: the publisher's index: how many bytes of which versions follow, or its error. Then these bytes. Frames go
+   from GPU to GPU where `gather` found that all can take them so.
 3. `gather`: "stage", whether it succeeded. If one rank failed, all raise, and nothing was written.
 4. `send`: the files of an anchor, if one is due. (Before 3 where all who need it hold no version.)
 5. `gather`: "commit", whether it succeeded. If one rank failed, the others take back what they wrote.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,13 @@ from .manifest import File, Latest, Manifest, parse_latest
 
 _RECORD_BYTES = 512
 _MOST_BYTES = 1 << 40
+_CPU = torch.device("cpu")
+
+
+def all_gpus(records: Sequence[dict[str, Any]]) -> bool:
+    """Whether frames can go from GPU to GPU: each rank has one of its own. NCCL refuses two ranks on one."""
+    found = [record.get("gpu") for record in records]
+    return None not in found and len(set(found)) == len(found)
 
 
 class Group:
@@ -44,6 +52,16 @@ class Group:
         if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
             raise ArgumentError(f"{who}: {type(group).__name__}: wanted a folder, a Communicator or a process group")
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def gpu(self, device: torch.device) -> str | None:
+        """The GPU, if this group can send from its memory, by a name that no other one has."""
+        if device.type != "cuda" or self.is_native:
+            return None
+        import torch.distributed as dist
+
+        if not dist.is_nccl_available() or all(one.type != "cuda" for one in self.group._device_types):
+            return None
+        return str(torch.cuda.get_device_properties(device).uuid)
 
     def gather(self, what: str, version: int | None, **fields: Any) -> list[dict[str, Any]]:
         """The records of all ranks, by rank. Raises: StateError if another rank is elsewhere in its calls."""
@@ -91,7 +109,7 @@ class Group:
                 )
 
     def broadcast(self, data: torch.Tensor, root: int, what: str) -> torch.Tensor:
-        """Args: data: [n] uint8 on the CPU; the root has the bytes. what: for errors."""
+        """Args: data: [n] uint8; the root has the bytes; on a GPU only if all ranks have a `gpu`. what: for errors."""
         if data.numel():
             with self._named(what):
                 if self.is_native:
@@ -102,10 +120,10 @@ class Group:
                     dist.broadcast(data, dist.get_global_rank(self.group, root), group=self.group)
         return data
 
-    def receive(self, n_bytes: int, root: int, what: str) -> torch.Tensor:
+    def receive(self, n_bytes: int, root: int, what: str, device: torch.device = _CPU) -> torch.Tensor:
         if not 0 <= n_bytes <= _MOST_BYTES:
             raise FormatError(f"{self.who}: rank {root}: {what} of {n_bytes} bytes")
-        return self.broadcast(torch.empty(n_bytes, dtype=torch.uint8), root, what)
+        return self.broadcast(torch.empty(n_bytes, dtype=torch.uint8, device=device), root, what)
 
     def send_text(self, text: str, root: int) -> None:
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
@@ -156,8 +174,13 @@ class Group:
 class Received(Source):
     """The versions that a publisher sent, for one `stage`."""
 
-    def __init__(self, group: Group, root: int, index: dict[str, Any], keeps_version: bool):
-        """Args: keeps_version: the receiver holds one, so an anchor that `stage` would write is not for it."""
+    def __init__(
+        self, group: Group, root: int, index: dict[str, Any], keeps_version: bool, device: torch.device = _CPU
+    ):
+        """Args:
+        keeps_version: the receiver holds one, so an anchor that `stage` would write is not for it.
+        device: of the frames.
+        """
         self.name = f"rank {root}"
         self._keeps_version = keeps_version
         self._latest: Latest | None = None
@@ -175,7 +198,7 @@ class Received(Source):
             what = f"version {version}"
             self._manifests[version] = group.receive(n_bytes, root, what).numpy().tobytes()
             for number, size in enumerate(sizes):
-                self._files[version, number] = group.receive(size, root, what)
+                self._files[version, number] = group.receive(size, root, what, device)
         self._latest = parse_latest(f"{self.name}/{_folder.LATEST}", latest)
 
     def __str__(self) -> str:
@@ -202,12 +225,12 @@ class Received(Source):
         is_sent = is_sent and not (self.anchor_first and self._keeps_version)
         return super().anchor_bytes(manifest) if is_sent else float("inf")
 
-    def load(self, version: int, file: File) -> _blob.InMemory:
+    def load(self, version: int, file: File) -> _blob.Frames:
         """Of a delta; it is kept once."""
         where = self.where(version, file.name)
         data = self._files.get((version, int(file.name[6:11]) - 1)) if file.name.startswith("delta") else None
         if data is None:
             raise FormatError(f"{where}: not sent")
-        return _blob.InMemory(where, data).check(file)
+        return _blob.Frames(where, data).check(file)
 
     open = load

@@ -150,7 +150,7 @@ def _compact(whole: torch.Tensor, parts: Iterable[Part], device: torch.device) -
     for part in parts:
         starts[part] = n_bytes
         n_bytes += (part.bytes + 7) // 8 * 8
-    copies = torch.empty(n_bytes, dtype=torch.uint8)
+    copies = torch.empty(n_bytes, dtype=torch.uint8, device=whole.device)
     for part, start in starts.items():
         copies[start : start + part.bytes] = _frame(whole, part)
     copies = copies.to(device)
@@ -190,16 +190,19 @@ def _device(boxes: Boxes) -> torch.device:
 
 
 def _read_frames(blob: _blob.Blob, step: Step, place: int) -> torch.Tensor:
-    """Tensor "frames" of a delta's file. The manifest's numbers of changes are those of the frames."""
-    found = _blob.headers(blob).get("frames")
+    """The frames of a delta's file. The manifest's numbers of changes are those of the frames."""
     mine = [(entry, part) for entry in step.manifest.tensors for part in entry.parts if part.file == place]
     least = max((part.offset + part.bytes for _, part in mine), default=0)
+    if isinstance(blob, _blob.Frames):
+        found = _blob.Header("uint8", tuple(blob.data.shape), 0, blob.n_bytes)
+    else:
+        found = _blob.headers(blob).get("frames")
     if found is None or found.dtype != "uint8" or len(found.shape) != 1 or found.n_bytes < least:
         raise FormatError(f"{blob.where}: tensor frames is {found and found[:2]}, wanted uint8 [{least}] or more")
-    frames = _blob.tensor(blob, found)
-    raw = memoryview(frames.numpy())
-    for entry, part in mine:
-        nnz = int.from_bytes(raw[part.offset + 16 : part.offset + 24], "little")
+    frames = blob.data if isinstance(blob, _blob.Frames) else _blob.tensor(blob, found)
+    words = frames[: frames.numel() // 8 * 8].view(torch.int64)  # a part begins at a multiple of 8
+    at = torch.tensor([part.offset // 8 + 2 for _, part in mine], dtype=torch.int64)
+    for (entry, part), nnz in zip(mine, words[at.to(words.device)].tolist(), strict=True):
         if nnz != part.nnz:
             raise FormatError(
                 f"{blob.where}: version {step.version}: tensor {entry.name!a}: a frame of {nnz} changes, its manifest "

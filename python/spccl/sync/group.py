@@ -16,7 +16,7 @@ from spccl.errors import ArgumentError, Error, PeerError, StateError
 
 from . import _blob, _encode, _route, _staged
 from ._encode import Writer
-from ._group import Group, Received
+from ._group import Group, Received, all_gpus
 from ._source import Source
 from ._tensors import Tensors
 from .manifest import File, Latest, Manifest, sha256
@@ -25,7 +25,7 @@ from .subscriber import Subscriber
 
 
 class _Sent(NamedTuple):
-    """A version that was made: its manifest, the bytes and hash of that, the delta's file; None: it was too large."""
+    """A version that was made: its manifest, the bytes and hash of that, the delta's frames (None: too large)."""
 
     manifest: Manifest
     data: torch.Tensor
@@ -43,10 +43,13 @@ class GroupPublisher(Publisher):
     version, or one before those that are kept, gets the weights themselves.
 
     Args:
-        folder: a `Communicator`, or a process group of torch.distributed that takes CPU tensors (backend "spccl").
+        folder: a `Communicator`, or a process group of torch.distributed that takes CPU tensors. If it takes CUDA
+            tensors too ("spccl", "cpu:gloo,cuda:nccl"), and all ranks' tensors are on GPUs of their own, frames go from
+            GPU to GPU.
         tensors, wire_dtype, staging_bytes, key: as of `Publisher`. A change of more than `staging_bytes` is sent as the
             weights themselves.
-        keep: deltas that are kept for receivers that failed to take them, of at most `staging_bytes` together.
+        keep: deltas that are kept for receivers that failed to take them, of at most `staging_bytes` together, where
+            the tensors are (of a GPU: in its memory).
 
     Waits end at the group's deadline. Source: docs/SYNC.md.
     """
@@ -100,7 +103,8 @@ class GroupPublisher(Publisher):
             `publish` sends the weights themselves.
         """
         group, version = self._group, (self._number or 0) + 1
-        hellos = group.gather("hello", version, role="publisher", sha256=None)
+        here = self._tensors[0].tensor.device if self._tensors else torch.device("cpu")
+        hellos = group.gather("hello", version, role="publisher", sha256=None, gpu=group.gpu(here))
         receivers = [record for rank, record in enumerate(hellos) if rank != group.rank]
         _require_roles(group, hellos)
         writer = Writer(self._file, self._key, self.staging_bytes)
@@ -118,7 +122,8 @@ class GroupPublisher(Publisher):
             record["version"] is None for record in receivers if not self._knows(record)
         )
         anchor_first = bool(manifest.anchor) and is_for_new
-        self._send([*(older or ()), new], anchor_first)
+        wire = here if all_gpus(hellos) else torch.device("cpu")
+        self._send([*(older or ()), new], anchor_first, wire)
         if anchor_first:
             self._send_anchor(manifest)
         group.vote("stage", version, None)
@@ -149,13 +154,15 @@ class GroupPublisher(Publisher):
         return self._needs_anchor or len(writer.files) > 1
 
     def _file(self, name: str, tensors: dict[str, torch.Tensor], places: tuple[int, ...]) -> File:
-        """The first file of a delta is kept. What comes after it, and an anchor, is made again when it is sent."""
-        data = _blob.dumped(tensors)
-        if name.startswith("delta"):
-            self._delta = data if name.endswith("-00001.safetensors") else None
-        return _blob.file_of(name, data, places)
+        """The frames of a delta of one file are kept. Those of a larger one and an anchor are made again when sent."""
+        if not name.startswith("delta"):
+            return _blob.file_of(name, _blob.dumped(tensors), places)
+        frames = tensors["frames"]
+        self._delta = frames.clone() if name.endswith("-00001.safetensors") else None
+        return File(name, frames.numel(), _blob.digest(frames), places)
 
-    def _send(self, versions: Sequence[_Sent], anchor_first: bool) -> None:
+    def _send(self, versions: Sequence[_Sent], anchor_first: bool, wire: torch.device) -> None:
+        """Args: wire: where frames are sent from."""
         group, newest = self._group, versions[-1]
         latest = Latest(newest.manifest.version, self.epoch, newest.sha256)
         rows = [
@@ -170,9 +177,9 @@ class GroupPublisher(Publisher):
         index = {"latest": json.loads(latest.dump()), "versions": rows, "anchor": sizes, "anchor_first": anchor_first}
         group.send_text(json.dumps(index), group.rank)
         for one in versions:
-            for data in (one.data, one.delta):
-                if data is not None:
-                    group.broadcast(data, group.rank, f"version {one.manifest.version}")
+            group.broadcast(one.data, group.rank, f"version {one.manifest.version}")
+            if one.delta is not None:
+                group.broadcast(one.delta.to(wire), group.rank, f"version {one.manifest.version}")
 
     def _send_anchor(self, manifest: Manifest) -> None:
         if not manifest.anchor:
@@ -272,10 +279,12 @@ class GroupSubscriber(Subscriber):
         self._undo = None
         group = self._group
         hello = {"version": None, "sha256": None} if self._have is None else vars(self._have)
-        hellos = group.gather("hello", hello["version"], role="receiver", sha256=hello["sha256"])
+        here = self._device()
+        fields = {"role": "receiver", "sha256": hello["sha256"], "gpu": group.gpu(here)}
+        hellos = group.gather("hello", hello["version"], **fields)
         self._root = _require_roles(group, hellos)
         number = hellos[self._root]["version"]
-        self._source = source = self._receive(number)
+        self._source = source = self._receive(number, here if all_gpus(hellos) else torch.device("cpu"))
         error: BaseException | None = None
         try:
             self._stage(source.latest(), source.latest().version)
@@ -291,11 +300,19 @@ class GroupSubscriber(Subscriber):
         self._is_open = True
         return number
 
-    def _receive(self, number: int) -> Received:
+    def _device(self) -> torch.device:
+        """That of the tensors."""
+        if self._plan is not None:
+            found = (place.dst.device for places in self._plan.values() for place in places)
+        else:
+            found = (one.tensor.device for one in self._named())
+        return next(found, torch.device("cpu"))
+
+    def _receive(self, number: int, device: torch.device) -> Received:
         try:
             index = self._group.receive_index(self._root)
             if "error" not in index:
-                return Received(self._group, self._root, index, self.synced)
+                return Received(self._group, self._root, index, self.synced, device)
         except BaseException as error:
             self._group.abort(f"{type(error).__name__}: {error}")
             raise

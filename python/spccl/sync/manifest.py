@@ -245,7 +245,7 @@ def _files(where: str, kind: str, data: list[Any]) -> tuple[File, ...]:
         if read.text("name", _FILE) != file_name(kind, number):
             raise read.fault(f"name is {_short(item['name'])}, wanted {file_name(kind, number)}")
         tensors = tuple(read.items("tensors")) if kind == "anchor" else ()
-        result.append(File(item["name"], read.number("bytes", 8), read.text("sha256", _SHA256), tensors))
+        result.append(File(item["name"], read.number("bytes"), read.text("sha256", _SHA256), tensors))
     return tuple(result)
 
 

@@ -1,4 +1,5 @@
-"""Cases, one per run: spccl.sync over a process group of torch. Rank 0 publishes, the others receive.
+"""Cases, one per run: spccl.sync over a process group of torch. Rank 0 publishes, the others receive. With
+SPCCL_TEST_DEVICE=cuda all have their models on GPUs.
 
 Each rank makes the publisher's steps on a model of its own, and compares its bits with those.
 """
@@ -19,12 +20,17 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "py"))
 
 from sync_runs import Net, change, state
 
-from spccl.sync import Publisher, Subscriber
+from spccl.sync import Publisher, Subscriber, _staged
 from workers.common import FOLDER, RANK, WORLD, main, raises
+
+ON_GPU = os.environ.get("SPCCL_TEST_DEVICE") == "cuda"
 
 
 def member(net: Net) -> Publisher | Subscriber:
     group = dist.group.WORLD
+    if ON_GPU:
+        torch.cuda.set_device(RANK % torch.cuda.device_count())
+        net.cuda()
     if RANK == 0:
         return Publisher(group, net, wire_dtype=torch.bfloat16)
     return Subscriber(group, net.to(torch.bfloat16))
@@ -35,15 +41,19 @@ def step(one: Publisher | Subscriber) -> int:
 
 
 def versions() -> None:
-    """Three versions of float32 masters, by bfloat16."""
+    """Three versions of float32 masters, by bfloat16. Frames of GPUs stay there, unless ranks share one."""
     net, want = Net(RANK), Net(0)
     one = member(net)
+    seen, read = set(), _staged._read_frames
+    _staged._read_frames = lambda blob, *args: (seen.add(blob.data.device.type), read(blob, *args))[1]
     for number in range(1, 4):
         assert step(one) == number == one.version == one.verify()
         assert state(net, torch.bfloat16) == state(want, torch.bfloat16)
         change(want, number)
         if RANK == 0:
             change(net, number)
+    wanted = "cuda" if ON_GPU and torch.cuda.device_count() >= WORLD else "cpu"
+    assert seen == (set() if RANK == 0 else {wanted}), seen
 
 
 def killed_receiver() -> None:
