@@ -146,7 +146,9 @@ static int ranks_max(sp_schedule schedule, const sp_plan_args *args)
 
 spccl_status sp_plan_create(sp_schedule schedule, const sp_plan_args *args, sp_plan **out)
 {
-    int steps_cap = 4 * args->world_size + 2; /* the largest plan is that of the ring: 4 * world_size - 3 */
+    /* The ring has at most 4 * world_size - 3 steps, the others 2 * world_size. A plan of 2 ranks stays below 1 KiB, which
+     * malloc keeps for the next call: larger blocks take it 500 instructions more. */
+    int steps_cap = schedule == SP_SCHED_RING ? 4 * args->world_size : 2 * args->world_size + 2;
     int ranks_cap = ranks_max(schedule, args);
     sp_plan *plan =
         sp_calloc(1, sizeof *plan + (size_t)steps_cap * sizeof(sp_step) + (size_t)ranks_cap * sizeof(int));
