@@ -198,6 +198,24 @@ def test_rank_order_is_proved():
     assert _ext.plan_check(f"spccl-plan 1\n{text}end\n".encode(), 0)["rank_order"] == 0
 
 
+def test_a_sum_of_one_term(tmp_path):
+    """A sum that is not finished is float32 for bfloat16, even if it holds one contribution only."""
+
+    def one_term(t):
+        for c in range(2):
+            t.reduce(1 - c, [t.reduce(c, [t.input(c, c)]), t.input(1 - c, c)]).output().copy(c).output()
+
+    path = tmp_path / "one_term.plan"
+    path.write_text(f"spccl-plan 1\n{_compile(one_term)[0]}end\n")
+    inputs = [_whole(r, 1000, "bfloat16") for r in range(2)]
+
+    def rank_main(comm):
+        got, wanted = _run(comm, "all_reduce", inputs, "bfloat16")
+        assert verify.difference(got, wanted) is None
+
+    run_threads(2, rank_main, schedule=f"file:{path}")
+
+
 def test_all_pairs_is_the_direct_schedule():
     """The same steps as sched_direct.c, in its order, so that speed is the same: results first, then the sum, then
     contributions, each beginning with the next rank."""

@@ -79,6 +79,15 @@ spccl_status sp_plan_place(const sp_plan *read, const sp_plan_head *head, size_t
     return SPCCL_OK;
 }
 
+/* A sum of one contribution looks like that contribution, but has the accumulator's dtype. So where a plan makes sums
+ * that are not finished, any step may get one. */
+static void allow_sums(sp_plan *plan)
+{
+    for (int i = 0; i < plan->n_steps; i++)
+        if (plan->steps[i].kind == SP_STEP_REDUCE)
+            plan->steps[i].adds_sums = true;
+}
+
 spccl_status sp_plan_check_written(const sp_plan_head *h, sp_plan *const *plans, sp_proof *out)
 {
     /* One block and the first slice of the next: sched_order.c says why that is enough. */
@@ -102,6 +111,8 @@ spccl_status sp_plan_check_written(const sp_plan_head *h, sp_plan *const *plans,
     }
     if (st == SPCCL_OK)
         st = sp_plan_check(&a, out);
+    for (int rank = 0; st == SPCCL_OK && out->sends_sums && rank < h->n_ranks; rank++)
+        allow_sums(plans[rank]);
     while (n > 0)
         sp_plan_destroy(placed[--n]);
     return st;

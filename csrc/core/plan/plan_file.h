@@ -29,7 +29,7 @@ spccl_status sp_plan_set_select(sp_plan_set *set, int rank, int world_size, cons
 /* NULL: the file has no plan for this collective. root: of a broadcast. */
 const sp_written_plan *sp_plan_set_find(const sp_plan_set *set, sp_coll coll, int root);
 
-/* Check a plan that was read. Errors: SETTING, NOMEM. */
+/* Check a plan that was read, and note which of its steps may get sums. Errors: SETTING, NOMEM. */
 spccl_status sp_plan_check_written(const sp_plan_head *head, sp_plan *const *plans, sp_proof *out);
 /* Make the plan for n_elems: steps get elements, and those of empty chunks are left out. Errors: NOMEM. */
 spccl_status sp_plan_place(const sp_plan *read, const sp_plan_head *head, size_t n_elems, sp_plan **out);

@@ -347,7 +347,7 @@ static spccl_status read_step(rank_steps *b, sp_step_kind kind)
     return SPCCL_OK;
 }
 
-/* True if the step adds the contributions of all ranks, in rank order. Then no message may hold a sum. */
+/* True if the step adds the contributions of all ranks, in rank order. */
 static bool adds_contributions(const rank_steps *b, const sp_step *s)
 {
     if (s->n_from != b->head->n_ranks - 1 || s->source != SP_SOURCE_IN || s->own_before != b->rank)
