@@ -2,27 +2,6 @@
  * library never chooses these two (choose.h); test_plan_cost.c compares this with the bytes that run. */
 #include "plan_cost_sums.h"
 
-/* A sum of n_added of the ranks. The nonzeros of each rank are independent within a support: a share of all elements
- * that follows from both densities. With a small support the nonzeros of the ranks coincide. */
-static double partial_density(const sp_cost_call *c, int n_ranks, int n_added)
-{
-    double low = c->density, high = 1024, all = sp_cost_sum_density(c->density, n_ranks);
-    if (n_added == n_ranks)
-        return c->sum_density;
-    if (c->density <= 0 || c->density >= c->sum_density)
-        return c->density;
-    if (c->sum_density >= all * 0.999 && c->sum_density <= all * 1.001)
-        return sp_cost_sum_density(c->density, n_added);
-    for (int i = 0; i < 64; i++) {
-        double support = (low + high) / 2;
-        if (support * sp_cost_sum_density(c->density / support, n_ranks) < c->sum_density)
-            low = support;
-        else
-            high = support;
-    }
-    return low * sp_cost_sum_density(c->density / low, n_added);
-}
-
 /* The call for messages that hold sums. */
 static sp_cost_call of_sums(const sp_cost_call *c)
 {
@@ -77,7 +56,7 @@ static double busiest(const sp_cost_group *g)
 static void ring_sums(const sp_cost_group *g, const sp_cost_call *c, senders *s, sp_plan_cost *out)
 {
     for (int n_added = 1; n_added < g->world_size; n_added++) {
-        double density = partial_density(c, g->world_size, n_added);
+        double density = sp_cost_partial_density(c->density, c->sum_density, g->world_size, n_added);
         sp_cost_call call = n_added == 1 ? *c : of_sums(c);
         sp_cost_stage stage = shards(g, c, density, s->remote ? 0 : s->share, s->remote ? s->share : 0);
         if (step_is_dense(s, c, s->hop, density))
@@ -130,7 +109,8 @@ static void host_sums(const sp_cost_group *g, const sp_cost_call *c, int size, s
 {
     double n = g->world_size;
     sp_cost_call call = size == 1 ? *c : of_sums(c);
-    sp_cost_stage stage = shards(g, c, partial_density(c, g->world_size, size), 0, (n - size) / n);
+    sp_cost_stage stage = shards(
+        g, c, sp_cost_partial_density(c->density, c->sum_density, g->world_size, size), 0, (n - size) / n);
     stage.busiest = (double)g->n_hosts;
     sp_cost_add(g, &call, &stage, out);
 }

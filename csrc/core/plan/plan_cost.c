@@ -1,9 +1,6 @@
 /* plan_cost.c - see plan_cost.h. docs/ALGORITHMS.md has the same sums as formulas. */
 #include "core/plan/plan_cost.h"
 
-#include "core/base/bits.h"
-#include "core/format/tune_format.h"
-
 /* Rates until others are known: a ring of shared memory (transports.h), and 10 Gbit/s between hosts
  * (tcp_window.h). */
 #define LOCAL_NS_PER_BYTE 0.1
@@ -39,40 +36,10 @@ void sp_cost_group_init(sp_cost_group *g, int world_size, const sp_hosts *hosts)
     g->remote_ns = REMOTE_NS_PER_BYTE * g->host_ranks_max;
 }
 
-double sp_cost_sum_density(double density, int n_ranks)
-{
-    double absent = 1, power = 1 - density; /* power: (1 - density) to 1, 2, 4, 8 ... */
-    for (unsigned n = (unsigned)n_ranks; n != 0; n >>= 1, power *= power)
-        if ((n & 1) != 0)
-            absent *= power;
-    return 1 - absent;
-}
-
 /* Density of a slice, and the link for which its format is chosen. */
 struct spread {
     double density, link_ns;
 };
-
-/* Mean bytes of frames of a format with about `nnz` listed elements. Sections are padded to 16 bytes, so this
- * looks at four counts around nnz that have other remainders modulo 4 and 16. */
-static double frame_bytes(const sp_cost_call *c, spccl_format format, size_t n, double nnz)
-{
-    static const int around[] = {-7, -2, 3, 8};
-    double bytes = 0, mean = 0, first = 0, last = 0, first_bytes = 0, last_bytes = 0;
-    for (int i = 0; i < 4; i++) {
-        double k = (double)(size_t)nnz + around[i];
-        k = k < 1 ? 1 : k > (double)n ? (double)n : k;
-        last = k;
-        last_bytes = (double)sp_frame_bytes(format, n, (size_t)k, c->elem_bytes);
-        if (i == 0) {
-            first = last;
-            first_bytes = last_bytes;
-        }
-        mean += k / 4;
-        bytes += last_bytes / 4;
-    }
-    return last > first ? bytes + (nnz - mean) * (last_bytes - first_bytes) / (last - first) : bytes;
-}
 
 /* What is sent for some slices. */
 struct sent {
@@ -83,28 +50,16 @@ struct sent {
 static void add_slices(const sp_cost_call *c, size_t n, double times, const struct spread *at,
                        struct sent *out)
 {
-    sp_slice_stats stats = {.n_elems = n, .elem_bytes = c->elem_bytes};
-    spccl_format format = c->format;
-    double bytes;
+    sp_slice_kind kind = {c->elem_bytes, c->format, at->density, at->link_ns};
+    sp_slice_bytes slice;
     if (n == 0)
         return;
-    stats.nnz = sp_min_size((size_t)(at->density * (double)n + 0.5), n);
-    stats.has_full_tile = stats.nnz == n;
-    if (format == SPCCL_FORMAT_AUTO)
-        format = sp_tune_format(&stats, false, at->link_ns);
-    else if (stats.nnz == 0)
-        format = SPCCL_FORMAT_EMPTY;
-    else if (!sp_codec_allows(&stats, format, false))
-        format = SPCCL_FORMAT_DENSE;
-    if (format == SPCCL_FORMAT_EMPTY || format == SPCCL_FORMAT_DENSE)
-        bytes = (double)sp_frame_bytes(format, n, stats.nnz, c->elem_bytes);
-    else
-        bytes = frame_bytes(c, format, n, at->density * (double)n);
-    out->bytes += times * (SP_ENVELOPE_BYTES + bytes);
+    slice = sp_slice_bytes_of(&kind, n);
+    out->bytes += times * slice.bytes;
     out->messages += times;
-    out->encode_ns += times * sp_tune_encode_ns(format, &stats);
-    out->decode_ns += times * sp_tune_decode_ns(format, &stats);
-    if (format == SPCCL_FORMAT_DENSE) /* the costs of formats leave out the pass over the slice */
+    out->encode_ns += times * slice.encode_ns;
+    out->decode_ns += times * slice.decode_ns;
+    if (slice.format == SPCCL_FORMAT_DENSE) /* the costs of formats leave out the pass over the slice */
         out->decode_ns += times * (double)(n * c->elem_bytes) * PASS_NS_PER_BYTE;
 }
 

@@ -4,6 +4,7 @@
 #ifndef SP_PLAN_COST_H
 #define SP_PLAN_COST_H
 
+#include "core/plan/plan_bytes.h"
 #include "core/plan/sched.h"
 
 /* The hosts of a group and the rates of its links: the same on all its ranks. */
@@ -64,8 +65,5 @@ void sp_cost_add_fixed(const sp_cost_group *g, int n_hops, bool relayed, double 
 /* The cost of a call. False if the schedule does not have this collective, or is never chosen: of those,
  * tests/c/plan_cost_sums.c has the costs. */
 bool sp_plan_cost_of(sp_schedule schedule, const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out);
-
-/* Density of a sum of n_ranks contributions whose nonzeros are independent: 1 - (1 - density)^n_ranks. */
-double sp_cost_sum_density(double density, int n_ranks);
 
 #endif
