@@ -1,5 +1,5 @@
 /* channels.h - a rank's part of a set of one-sided channels (spccl_channel.h), and what the rest of core/gpu calls.
- * channels.c: create, and what kernels take. channels_end.c: failures that kernels report, and the end. */
+ * channels.c: create. channel_handles.c: what kernels take. channels_end.c: failures that kernels report, and the end. */
 #ifndef SP_CHANNELS_H
 #define SP_CHANNELS_H
 
