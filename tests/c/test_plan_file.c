@@ -47,6 +47,7 @@ static void test_good(void)
           "%s %s: %d hops, %d chunks, rank order %d", info.collective, info.name, info.n_hops,
           info.chunks_sent, info.rank_order);
     CHECK_FAILS(spccl_plan_check(PAIRS, strlen(PAIRS), 1, &info), SPCCL_ERR_ARG, "the text has 1");
+    CHECK_FAILS(spccl_plan_check(NULL, 1, 0, &info), SPCCL_ERR_ARG, "text is NULL");
 }
 
 /* One fault each. Those before "Simulated" are in the text; the others only the simulation finds. */
@@ -82,15 +83,18 @@ static const struct {
     {HEAD "rank 0\nsend chunk=1 src=out after=1 to=1@input\n"
           "reduce chunk=0 from=1@input own=in at=0 out to=1@result\n"
           "recv chunk=1 from=1@result out\n" RANK_1 "end\n",
-     "rank 0, step 0: chunk 1 is sent before it is in the output"},
+     "rank 0, step 0: step 1, which it comes after, has chunk 0, not 1"},
+    {HEAD "rank 0\nsend chunk=1 src=in to=1@result\nsend chunk=1 src=out after=0 to=1@input\n"
+          "reduce chunk=0 from=1@input own=in at=0 out\nrecv chunk=1 from=1@result out\n" RANK_1 "end\n",
+     "rank 0, step 1: chunk 1 is sent before it is in the output"},
     {HEAD "rank 0\nsend chunk=1 src=in to=1@input after=2\n"
           "reduce chunk=0 from=1@input own=in at=0 out to=1@result\n"
           "recv chunk=1 from=1@result out\n" RANK_1 "end\n",
      "rank 0, step 0: deadlock"},
-    {HEAD "rank 0\nsend chunk=1 src=in to=1@input\nsend chunk=0 src=in to=1@input\n"
+    {HEAD "rank 0\nsend chunk=1 src=in to=1@input turn=0\nsend chunk=0 src=in to=1@input turn=0\n"
           "reduce chunk=0 from=1@input own=in at=0 out to=1@result\n"
           "recv chunk=1 from=1@result out\n" RANK_1 "end\n",
-     "deadlock"},
+     "rank 1, step 1: rank 0 sent slice 0 of message 0 (chunk 0), wanted slice 1 of 1 (chunk 1)"},
     /* Each rank adds its own values last: the orders differ, and so would NaNs. */
     {HEAD "rank 0\nsend chunk=1 src=in to=1@input\nsend chunk=0 src=in to=1@result\n"
           "reduce chunk=0 from=1@input own=in at=1 out\nreduce chunk=1 from=1@result own=in at=1 out\n"
@@ -120,6 +124,29 @@ static void test_refused(void)
     spccl_plan_info info;
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
         CHECK_FAILS(check_text(bad[i].text, strlen(bad[i].text), &info), SPCCL_ERR_SETTING, bad[i].why);
+}
+
+/* Thousands of steps that take each other's messages: simulated before the check of turns, this took minutes. */
+static void test_long(void)
+{
+    enum { CHUNKS = 1024 };
+    char *text = malloc(1 << 20);
+    spccl_plan_info info;
+    size_t n = (size_t)sprintf(
+        text, "spccl-plan 1\nplan all_gather long ranks=2 hosts=any chunks=%d block=16 slots=0\n", CHUNKS);
+    for (int r = 0; r < 2; r++) {
+        n += (size_t)sprintf(text + n, "rank %d\n", r);
+        for (int c = 0; c < CHUNKS; c++)
+            n += (size_t)sprintf(
+                text + n,
+                "copy chunk=%d\nsend chunk=%d src=in to=%d@input\nrecv chunk=%d from=%d@input "
+                "out\n",
+                r * CHUNKS + c, r * CHUNKS + c, 1 - r, (2 - r) * CHUNKS - 1 - c, 1 - r);
+    }
+    n += (size_t)sprintf(text + n, "end\n");
+    CHECK_FAILS(check_text(text, n, &info), SPCCL_ERR_SETTING,
+                "it sends on the same queue as step 1, but does not take turns");
+    free(text);
 }
 
 /* A file that is cut at any byte, or has another byte anywhere, is refused or right; it never harms. */
@@ -231,8 +258,9 @@ static void test_other_file(void)
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
-        {"good", test_good},     {"refused", test_refused},       {"mutated", test_mutated},
-        {"groups", test_groups}, {"other_file", test_other_file}, {NULL, NULL},
+        {"good", test_good}, {"refused", test_refused}, {"mutated", test_mutated},
+        {"long", test_long}, {"groups", test_groups},   {"other_file", test_other_file},
+        {NULL, NULL},
     };
     setenv("SPCCL_LOG", "off", 1); /* the tests cause these failures */
     return test_main(cases, argc, argv);

@@ -35,12 +35,13 @@ static spccl_status check_plan(sp_plan_reader *r, const sp_plan_head *h, spccl_p
 
 spccl_status spccl_plan_check(const void *text, size_t bytes, size_t i, spccl_plan_info *out)
 {
-    spccl_plan_info info = {.hash = sp_plan_hash(text, bytes)};
+    spccl_plan_info info = {0};
     sp_plan_reader r;
     sp_plan_head h = {0};
     bool found = false;
     if (text == NULL || out == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_plan_check: %s is NULL", text == NULL ? "text" : "out");
+    info.hash = sp_plan_hash(text, bytes);
     SP_TRY(sp_plan_text_open(text, bytes, &r));
     for (size_t at = 0; at <= i; at++) {
         SP_TRY(sp_plan_text_next(&r, &h, &found));

@@ -139,8 +139,7 @@ spccl_status sp_plan_text_next(sp_plan_reader *r, sp_plan_head *head, bool *foun
             is_step = is_step || sp_word_is(&w, of_steps[i]);
         if (!is_step)
             return sp_word_bad(r->line, "a line begins with \"%.*s\"", SP_WORD_SHOWN(w));
-        while (r->at < r->end && *r->at != '\n') /* the steps of a plan that is skipped */
-            r->at++;
+        sp_word_skip_line(r); /* a step of a plan that is skipped */
     }
     return sp_word_bad(r->line, "the file ends before \"end\": it is cut off");
 }

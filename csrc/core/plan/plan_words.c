@@ -38,14 +38,19 @@ bool sp_word_line(sp_plan_reader *r, sp_word *w)
     while (r->at < r->end) {
         if (sp_word_next(r, w))
             return true;
-        while (r->at < r->end && *r->at != '\n')
-            r->at++;
+        sp_word_skip_line(r);
         if (r->at < r->end) {
             r->at++;
             r->line++;
         }
     }
     return false;
+}
+
+void sp_word_skip_line(sp_plan_reader *r)
+{
+    const char *end = memchr(r->at, '\n', (size_t)(r->end - r->at));
+    r->at = end != NULL ? end : r->end;
 }
 
 spccl_status sp_word_end(sp_plan_reader *r)

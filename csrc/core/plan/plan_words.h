@@ -18,6 +18,8 @@ spccl_status sp_word_bad(int line, const char *fmt, ...) __attribute__((format(p
 bool sp_word_next(sp_plan_reader *r, sp_word *w);
 /* Go to the next line that has a word, and take that word. False at the end of the text. */
 bool sp_word_line(sp_plan_reader *r, sp_word *w);
+/* Go to the end of the line. */
+void sp_word_skip_line(sp_plan_reader *r);
 /* Refuse what is left of a line. */
 spccl_status sp_word_end(sp_plan_reader *r);
 bool sp_word_is(const sp_word *w, const char *text);

@@ -174,9 +174,11 @@ typedef struct sp_proof {
  * out may be NULL. Errors: args.fault (the text names plan, rank and step), NOMEM, ARG. */
 spccl_status sp_plan_check(const sp_check_args *args, sp_proof *out);
 
-/* The part of the check that holds for plans from files (sched_order.c): what proves that one simulation stands for all
- * runs, and that a call may be in place. done [world_size][steps_cap]: a number for each step that rises along all
- * waits. Errors: args.fault, NOMEM. */
-spccl_status sp_plan_check_order(const sp_check_args *args, const uint32_t *done, int steps_cap);
+/* The part of the check that holds for plans from files (sched_order.c). First, without which the simulation could take
+ * hours: steps that share a queue or a slot take turns, so one simulation stands for all runs. Errors: args.fault, NOMEM. */
+spccl_status sp_plan_check_turns(const sp_check_args *args);
+/* Then: a call may be in place. done [world_size][steps_cap]: a number for each step that rises along all waits. Errors:
+ * args.fault, NOMEM. */
+spccl_status sp_plan_check_in_place(const sp_check_args *args, const uint32_t *done, int steps_cap);
 
 #endif

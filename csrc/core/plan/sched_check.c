@@ -35,15 +35,18 @@ typedef struct check {
     const sp_check_args *a;
     sp_plan *const *plans;
     int world_size;
-    size_t slice_elems;                 /* the longest step has n_slices slices */
-    queue *queues;                      /* [from][to][queue] */
-    int *next;                          /* [rank][step]: the step's next slice */
-    uint32_t *done;                     /* [rank][step]: when the step did slice 0 */
-    int *hops;                          /* [rank][step]: messages before what the step made */
-    turn *turns;                        /* [rank][turn] */
-    kept_slice *kept;                   /* [rank][kept buffer] */
-    bool *dirty;                        /* [rank]: a step of the rank may be ready */
-    int *results;                       /* [chunk]: value of the output + 1; 0: not known yet */
+    size_t slice_elems; /* the longest step has n_slices slices */
+    queue *queues;      /* [from][to][queue] */
+    int *next;          /* [rank][step]: the step's next slice */
+    int *n_slices;      /* [rank][step] */
+    int *open;          /* [rank][..]: the steps without a turn that are not done, n_open of each rank */
+    int *n_open;        /* [rank] */
+    uint32_t *done;     /* [rank][step]: when the step did slice 0 */
+    int *hops;          /* [rank][step]: messages before what the step made */
+    turn *turns;        /* [rank][turn] */
+    kept_slice *kept;   /* [rank][kept buffer] */
+    bool *dirty;        /* [rank]: a step of the rank may be ready */
+    int *results;       /* [chunk]: value of the output + 1; 0: not known yet */
     int steps_cap, turns_cap, kept_cap; /* of the longest plan */
     int chunks_cap;
     uint32_t n_done;
@@ -65,9 +68,9 @@ static spccl_status fault(const check *c, int rank, const sp_step *s, const char
                    (int)(s - c->plans[rank]->steps), text);
 }
 
-static int slices_of(const check *c, const sp_step *s)
+static int slices_of(const check *c, int rank, const sp_step *s)
 {
-    return (int)sp_ceil_div(s->n_elems, c->slice_elems);
+    return c->n_slices[rank * c->steps_cap + (int)(s - c->plans[rank]->steps)];
 }
 
 static kept_slice *kept_at(const check *c, int rank, int slot, int k)
@@ -87,7 +90,7 @@ static void pass_turn(const check *c, int rank, int number)
             t->block++;
             wraps++;
         } else if (plan->steps[t->step].turn == number &&
-                   t->block * plan->block_slices < slices_of(c, &plan->steps[t->step])) {
+                   t->block * plan->block_slices < slices_of(c, rank, &plan->steps[t->step])) {
             return;
         }
     }
@@ -111,7 +114,7 @@ static bool slice_ready(const check *c, int rank, const sp_step *s, int k)
     const sp_plan *plan = c->plans[rank];
     if (s->after >= 0) {
         int done = c->next[rank * c->steps_cap + s->after];
-        if (done <= k && done < slices_of(c, &plan->steps[s->after]))
+        if (done <= k && done < slices_of(c, rank, &plan->steps[s->after]))
             return false;
     }
     if ((s->turn != SP_NO_TURN && !is_turn_of(c, rank, s, k)) ||
@@ -267,7 +270,7 @@ static spccl_status run_slice(check *c, int rank, const sp_step *s, int k)
         q->fifo[q->n++] = m;
         c->dirty[plan->ranks[s->to + i]] = true;
     }
-    if (s->turn != SP_NO_TURN && ((k + 1) % plan->block_slices == 0 || k + 1 == slices_of(c, s)))
+    if (s->turn != SP_NO_TURN && ((k + 1) % plan->block_slices == 0 || k + 1 == slices_of(c, rank, s)))
         pass_turn(c, rank, s->turn);
     if (k == 0)
         c->done[rank * c->steps_cap + (int)(s - plan->steps)] = c->n_done++;
@@ -297,18 +300,35 @@ static spccl_status check_coverage(const check *c, int rank, size_t out_elems)
     return SPCCL_OK;
 }
 
-/* Run every step of a rank that is ready. */
+/* Run the next slice of a step, if it is ready. */
+static spccl_status run_step(check *c, int r, int i)
+{
+    const sp_step *s = &c->plans[r]->steps[i];
+    int *k = &c->next[r * c->steps_cap + i];
+    if (*k >= slices_of(c, r, s) || !slice_ready(c, r, s, *k))
+        return SPCCL_OK;
+    SP_TRY(run_slice(c, r, s, *k));
+    ++*k;
+    c->dirty[r] = true;
+    return SPCCL_OK;
+}
+
+/* Run every step of a rank that is ready. Of the steps that take turns, only one can be. */
 static spccl_status run_rank(check *c, int r)
 {
+    const sp_plan *plan = c->plans[r];
+    int *open = &c->open[r * c->steps_cap], n = c->n_open[r];
     c->dirty[r] = false;
-    for (int i = 0; i < c->plans[r]->n_steps; i++) {
-        const sp_step *s = &c->plans[r]->steps[i];
-        int *k = &c->next[r * c->steps_cap + i];
-        if (*k >= slices_of(c, s) || !slice_ready(c, r, s, *k))
-            continue;
-        SP_TRY(run_slice(c, r, s, *k));
-        ++*k;
-        c->dirty[r] = true;
+    c->n_open[r] = 0;
+    for (int i = 0; i < n; i++) {
+        SP_TRY(run_step(c, r, open[i]));
+        if (c->next[r * c->steps_cap + open[i]] < slices_of(c, r, &plan->steps[open[i]]))
+            open[c->n_open[r]++] = open[i];
+    }
+    for (int i = 0; i < plan->n_turns; i++) {
+        int step = c->turns[r * c->turns_cap + i].step;
+        if (step >= 0 && step < plan->n_steps)
+            SP_TRY(run_step(c, r, step));
     }
     return SPCCL_OK;
 }
@@ -320,7 +340,7 @@ static spccl_status check_end(const check *c)
         for (int i = 0; i < c->plans[r]->n_steps; i++) {
             const sp_step *s = &c->plans[r]->steps[i];
             int k = c->next[r * c->steps_cap + i];
-            if (k < slices_of(c, s))
+            if (k < slices_of(c, r, s))
                 return fault(c, r, s,
                              "deadlock: with space for %d message per queue it waits for ever at slice %d",
                              c->a->queue_cap, k);
@@ -342,6 +362,9 @@ static spccl_status run_all(check *c)
     bool any = true;
     for (int r = 0; r < c->world_size; r++) {
         c->dirty[r] = true;
+        for (int i = 0; i < c->plans[r]->n_steps; i++)
+            if (c->plans[r]->steps[i].turn == SP_NO_TURN)
+                c->open[r * c->steps_cap + c->n_open[r]++] = i;
         for (int i = 0; i < c->plans[r]->n_turns; i++) {
             c->turns[r * c->turns_cap + i].step = -1;
             pass_turn(c, r, i);
@@ -384,6 +407,9 @@ static spccl_status allocate(check *c, message **messages)
     size_t n_ranks = (size_t)c->world_size, n_queues = n_ranks * n_ranks * SP_N_QUEUES;
     c->queues = sp_calloc(n_queues, sizeof *c->queues);
     c->next = sp_calloc(n_ranks * (size_t)c->steps_cap, sizeof *c->next);
+    c->n_slices = sp_calloc(n_ranks * (size_t)c->steps_cap, sizeof *c->n_slices);
+    c->open = sp_calloc(n_ranks * (size_t)c->steps_cap, sizeof *c->open);
+    c->n_open = sp_calloc(n_ranks, sizeof *c->n_open);
     c->done = sp_calloc(n_ranks * (size_t)c->steps_cap, sizeof *c->done);
     c->hops = sp_calloc(n_ranks * (size_t)c->steps_cap, sizeof *c->hops);
     c->turns = sp_calloc(n_ranks * (size_t)(c->turns_cap + 1), sizeof *c->turns);
@@ -391,11 +417,16 @@ static spccl_status allocate(check *c, message **messages)
     c->dirty = sp_calloc(n_ranks, sizeof *c->dirty);
     c->results = sp_calloc((size_t)c->chunks_cap, sizeof *c->results);
     *messages = sp_calloc(n_queues * (size_t)c->a->queue_cap, sizeof **messages);
-    if (c->queues == NULL || c->next == NULL || c->done == NULL || c->hops == NULL || c->turns == NULL ||
-        c->kept == NULL || c->dirty == NULL || c->results == NULL || *messages == NULL)
+    if (c->queues == NULL || c->next == NULL || c->n_slices == NULL || c->open == NULL || c->n_open == NULL ||
+        c->done == NULL || c->hops == NULL || c->turns == NULL || c->kept == NULL || c->dirty == NULL ||
+        c->results == NULL || *messages == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "sp_plan_check of %d ranks", c->world_size);
     for (size_t i = 0; i < n_queues; i++)
         c->queues[i].fifo = *messages + i * (size_t)c->a->queue_cap;
+    for (int r = 0; r < c->world_size; r++)
+        for (int i = 0; i < c->plans[r]->n_steps; i++)
+            c->n_slices[r * c->steps_cap + i] =
+                (int)sp_ceil_div(c->plans[r]->steps[i].n_elems, c->slice_elems);
     return sp_sums_init(&c->sums, c->world_size);
 }
 
@@ -405,8 +436,10 @@ static spccl_status check_all(check *c)
     size_t out_elems = a->coll == SP_ALL_GATHER ? a->n_elems * (size_t)a->world_size : a->n_elems;
     for (int r = 0; r < c->world_size; r++) /* the root of a broadcast writes nothing */
         SP_TRY(check_coverage(c, r, a->coll == SP_BROADCAST && r == a->root ? 0 : out_elems));
+    if (a->fixed_order)
+        SP_TRY(sp_plan_check_turns(a));
     SP_TRY(run_all(c));
-    return a->fixed_order ? sp_plan_check_order(a, c->done, c->steps_cap) : SPCCL_OK;
+    return a->fixed_order ? sp_plan_check_in_place(a, c->done, c->steps_cap) : SPCCL_OK;
 }
 
 spccl_status sp_plan_check(const sp_check_args *a, sp_proof *out)
@@ -426,6 +459,9 @@ spccl_status sp_plan_check(const sp_check_args *a, sp_proof *out)
     sp_sums_fini(&c.sums);
     sp_free(c.queues);
     sp_free(c.next);
+    sp_free(c.n_slices);
+    sp_free(c.open);
+    sp_free(c.n_open);
     sp_free(c.done);
     sp_free(c.hops);
     sp_free(c.turns);

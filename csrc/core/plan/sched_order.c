@@ -173,17 +173,20 @@ static spccl_status check_in_place(const reads *r, const uint32_t *done, event *
     return SPCCL_OK;
 }
 
-static spccl_status check_reads(const sp_check_args *a, const uint32_t *done, int steps_cap)
+spccl_status sp_plan_check_in_place(const sp_check_args *a, const uint32_t *done, int steps_cap)
 {
     size_t n_ranks = (size_t)a->world_size, n_steps = n_ranks * (size_t)steps_cap;
     reads r = {.a = a, .steps_cap = steps_cap};
-    event *events = sp_calloc(n_steps, sizeof *events);
+    event *events;
     spccl_status st;
+    if (a->coll == SP_ALL_GATHER || a->coll == SP_BROADCAST)
+        return SPCCL_OK;
+    events = sp_calloc(n_steps, sizeof *events);
     r.sent = sp_calloc(n_ranks * n_ranks * SP_N_QUEUES, sizeof *r.sent);
     r.at = sp_calloc(n_steps, sizeof *r.at);
     r.turned = sp_calloc(n_steps, sizeof *r.turned); /* a plan has fewer turns than steps */
     if (events == NULL || r.sent == NULL || r.at == NULL || r.turned == NULL)
-        st = SP_FAIL(SPCCL_ERR_NOMEM, "sp_plan_check_order of %d ranks", a->world_size);
+        st = SP_FAIL(SPCCL_ERR_NOMEM, "sp_plan_check_in_place of %d ranks", a->world_size);
     else
         st = check_in_place(&r, done, events);
     sp_free(events);
@@ -193,7 +196,7 @@ static spccl_status check_reads(const sp_check_args *a, const uint32_t *done, in
     return st;
 }
 
-spccl_status sp_plan_check_order(const sp_check_args *a, const uint32_t *done, int steps_cap)
+spccl_status sp_plan_check_turns(const sp_check_args *a)
 {
     size_t n_first = 2 * SP_N_QUEUES * (size_t)a->world_size;
     int *first;
@@ -203,14 +206,12 @@ spccl_status sp_plan_check_order(const sp_check_args *a, const uint32_t *done, i
             n_first = (size_t)a->plans[rank]->n_slots;
     first = sp_calloc(n_first, sizeof *first);
     if (first == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "sp_plan_check_order of %d ranks", a->world_size);
+        return SP_FAIL(SPCCL_ERR_NOMEM, "sp_plan_check_turns of %d ranks", a->world_size);
     for (int rank = 0; rank < a->world_size && st == SPCCL_OK; rank++) {
         st = check_queues(a, rank, first);
         if (st == SPCCL_OK)
             st = check_slots(a, rank, first);
     }
     sp_free(first);
-    if (st != SPCCL_OK || a->coll == SP_ALL_GATHER || a->coll == SP_BROADCAST)
-        return st;
-    return check_reads(a, done, steps_cap);
+    return st;
 }
