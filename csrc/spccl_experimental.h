@@ -125,6 +125,64 @@ typedef struct spccl_plan_info {
  * step and reason), ARG (no i-th plan), NOMEM. */
 SPCCL_API spccl_status spccl_plan_check(const void *text, size_t bytes, size_t i, spccl_plan_info *out);
 
+/* ---- the simulator: what a collective would cost on hosts that are not there ----------------------- */
+/* It runs the plans of all ranks, slice by slice, on a model of hosts, links and CPUs (docs/SIMULATE.md). */
+typedef struct spccl_simulate_options {
+    size_t struct_bytes;    /* sizeof(spccl_simulate_options) */
+    const char *collective; /* "all_reduce"; with plan_text it may be NULL */
+    const char
+        *schedule; /* "direct", "oneshot", "relayed", "ring", "hierarchical"; NULL: the plan of plan_text */
+    const char *format;    /* as SPCCL_FORMAT; NULL: "auto" */
+    const void *plan_text; /* a plan file, of which plan number plan_index is taken */
+    size_t plan_bytes, plan_index;
+    uint64_t n_elems; /* as in the calls: of one rank's block in all_gather and reduce_scatter */
+    spccl_dtype dtype;
+    int32_t n_ranks;        /* 2 to 4096 */
+    int32_t ranks_per_host; /* rank r is on host r / ranks_per_host */
+    int32_t root;           /* of a broadcast */
+    int32_t merge; /* equal ranks: 0 above 64 ranks, 1 always, -1 never; only where all hosts are equal */
+    int32_t cores; /* of a host; 0: one for each rank */
+    int32_t shared_cores; /* 1: all hosts together have these cores, as emulated hosts do */
+    int32_t message_max;  /* bytes of the largest message; 0: that of shm on one host, of tcp between hosts */
+    double density;       /* of a contribution: fraction of elements that are not zero */
+    double overlap;       /* of the ranks' nonzeros: 0 independent, 1 at the same places */
+    double link_ns;       /* time of a byte on a host's link, each way */
+    double burst_bytes;   /* what a link passes at once after a pause */
+    double latency_ns;    /* of a link, one way */
+    /* Rates of this CPU, in ns. 0: those of the machine that docs/SIMULATE.md names. */
+    double pass_ns;           /* a dense byte that a rank scans, clears, adds or writes */
+    double codec_factor;      /* encode and decode, over the constants of core/format/tune_format.c */
+    double send_ns;           /* a byte to another host, for the sender */
+    double receive_ns;        /* and for the receiver */
+    double local_ns;          /* a byte to a rank of the same host, for both */
+    double local_message_ns;  /* a message inside a host, for sender and receiver each */
+    double remote_message_ns; /* a message to another host */
+    double wake_ns;           /* a rank that waited starts again */
+} spccl_simulate_options;
+
+typedef struct spccl_simulated {
+    size_t struct_bytes; /* sizeof(spccl_simulated) */
+    double time_ns;      /* until the last rank is done */
+    double wire_bytes;   /* of all messages: envelopes and frames */
+    double remote_bytes; /* of these, to other hosts */
+    double rank_bytes;   /* sent by the rank that sends most */
+    double link_bytes;   /* out of the host that sends most, or into the one that gets most */
+    double memory_bytes; /* of a rank: queues, scratch, plan */
+    double kept_bytes;   /* of these, for slices that the plan keeps */
+    double cpu_ns;       /* work of the busiest rank */
+    double chosen_ns;   /* what the library expects when it chooses (plan_cost.h); 0: it never chooses this */
+    double dense_bytes; /* of the messages, if they were dense */
+    uint64_t n_messages;
+    uint64_t n_elems;                         /* as simulated: rounded where ranks are merged */
+    uint64_t n_events;                        /* the work of the simulator */
+    int32_t n_steps;                          /* of the rank that has most */
+    int32_t n_simulated;                      /* ranks; the others are equal to one of them */
+    double format_bytes[SPCCL_N_FORMATS_MAX]; /* wire_bytes by format */
+} spccl_simulated;
+/* Errors: ARG (the text says which option, and what was wanted), SETTING (plan_text), UNSUPPORTED (too large to simulate),
+ * NOMEM. */
+SPCCL_API spccl_status spccl_simulate(const spccl_simulate_options *options, spccl_simulated *out);
+
 /* ---- pruned all-reduces in two stages ------------------------------------------------------------- */
 /* spccl_cuda_prune_all_reduce in two calls with the same arguments. Stage 1 does on its `stream` what need not wait for
  * earlier all-reduces: all pruning, or with lists at most the thresholds. Stage 2 does the rest, on the stream of the

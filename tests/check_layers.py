@@ -32,6 +32,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
     GPU[0]: {"csrc", *CORE[:6], GPU[1]},
     GPU[1]: {"csrc", *CORE[:6]},
     GPU[2]: {"csrc", *CORE[:6], GPU[1]},
+    "csrc/core/simulate": {"csrc", *CORE[:4]},  # nothing of ours includes it
     "csrc/kernels/cpu": CONTRACTS,
     "csrc/kernels/cuda": CONTRACTS,
     "csrc/transport/common": TRANSPORTS,

@@ -65,6 +65,8 @@ static PyMethodDef methods[] = {
      "inspect(encoded, offset=0) -> dict: the frame that starts at that byte"},
     {"plan_check", ext_plan_check, METH_VARARGS,
      "plan_check(text, i) -> dict: check the i-th plan of a plan file, given as bytes"},
+    {"simulate", EXT_KEYWORDS(ext_simulate), METH_VARARGS | METH_KEYWORDS,
+     "simulate(**options) -> dict: what a collective would cost; the fields of spccl_simulate_options"},
     {"prune_plan", ext_prune_plan, METH_VARARGS,
      "prune_plan(segments, n_elems, dtype, device) -> (owner of the plan, its address): segments as bytes "
      "(spccl.prune.SEGMENT), device -1 = host"},

@@ -78,6 +78,7 @@ PyObject *ext_encode(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *ext_decode(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *ext_inspect(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *ext_plan_check(PyObject *module, PyObject *args);
+PyObject *ext_simulate(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *ext_prune_plan(PyObject *module, PyObject *args);
 PyObject *ext_prune(PyObject *module, PyObject *args);
 PyObject *ext_weights_plan(PyObject *module, PyObject *args);

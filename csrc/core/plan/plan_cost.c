@@ -1,10 +1,7 @@
 /* plan_cost.c - see plan_cost.h. docs/ALGORITHMS.md has the same sums as formulas. */
 #include "core/plan/plan_cost.h"
 
-/* Rates until others are known: a ring of shared memory (transports.h), and 10 Gbit/s between hosts
- * (tcp_window.h). */
-#define LOCAL_NS_PER_BYTE 0.1
-#define REMOTE_NS_PER_BYTE 0.8
+#define REMOTE_NS_PER_BYTE 0.8 /* until it is known: 10 Gbit/s between hosts (tcp_window.h) */
 /* Time from the end of one stage to the start of the next: a thread wakes up. */
 #define LOCAL_HOP_NS 1100.0
 #define REMOTE_HOP_NS 40000.0
@@ -22,7 +19,7 @@ void sp_cost_group_init(sp_cost_group *g, int world_size, const sp_hosts *hosts)
                          .n_hosts = 1,
                          .host_ranks_min = world_size,
                          .host_ranks_max = world_size,
-                         .local_ns = LOCAL_NS_PER_BYTE};
+                         .local_ns = SP_COST_LOCAL_NS};
     for (int h = 0; hosts != NULL && h < hosts->n_hosts; h++) {
         int size = sp_hosts_size(hosts, h);
         g->host_ranks_min = size < g->host_ranks_min ? size : g->host_ranks_min;

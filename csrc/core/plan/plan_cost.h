@@ -7,6 +7,9 @@
 #include "core/plan/plan_bytes.h"
 #include "core/plan/sched.h"
 
+#define SP_COST_LOCAL_NS                                                                                     \
+    0.1 /* time per byte inside a host until it is known: a ring of shared memory (transports.h) */
+
 /* The hosts of a group and the rates of its links: the same on all its ranks. */
 typedef struct sp_cost_group {
     const sp_hosts *hosts; /* borrowed; NULL: one host */
@@ -62,8 +65,8 @@ void sp_cost_add_results(const sp_cost_group *g, const sp_cost_call *c, bool rel
 void sp_cost_add_fixed(const sp_cost_group *g, int n_hops, bool relayed, double pass_bytes,
                        sp_plan_cost *out);
 
-/* The cost of a call. False if the schedule does not have this collective, or is never chosen: of those,
- * tests/c/plan_cost_sums.c has the costs. */
+/* The cost of a call. False if the schedule does not have this collective, or is never chosen: of those, the simulator
+ * (core/simulate) has bytes and times. */
 bool sp_plan_cost_of(sp_schedule schedule, const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out);
 
 #endif
