@@ -1,7 +1,8 @@
 """spccl.sync for SGLang: the loader, called as SGLang 0.5.23 calls it, on the workers of a server of stubs.
 
 Read in the wheel sglang-0.5.23: srt/model_executor/model_runner_components/weight_updater.py
-(`dynamic_import(load_format)(model, named_tensors)`), srt/distributed (`get_tp_group`, `get_pp_group`).
+(`dynamic_import(load_format)(model, named_tensors)`), srt/distributed (`get_tp_group`, `get_pp_group`),
+srt/runtime_context.py (`get_parallel`).
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ def group(monkeypatch):
             return types.SimpleNamespace(world_size=1, cpu_group=None)
         return types.SimpleNamespace(world_size=RANKS, cpu_group=threads[int(name[6:])])
 
-    for name in ("sglang", "sglang.srt", "sglang.srt.distributed"):
+    for name in ("sglang", "sglang.srt", "sglang.srt.distributed", "sglang.srt.runtime_context"):
         module = types.ModuleType(name)
         module.get_tp_group, module.get_pp_group = get_tp_group, lambda: types.SimpleNamespace(world_size=1)
+        module.get_parallel = lambda: types.SimpleNamespace(dp_size=1)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(ours, "TorchWorkers", lambda group: group)
 
@@ -112,4 +114,7 @@ def test_what_cannot_work_is_refused(run, group, tmp_path):
         ours.load(other, ours.command(run.folder, 1, tmp_path, WAIT_S))
     sys.modules["sglang.srt.distributed"].get_pp_group = lambda: types.SimpleNamespace(world_size=2)
     with pytest.raises(UnsupportedError, match="pipeline of 2 stages"):
+        ours.load(loaded(weights(1)), ours.command(run.folder, 1, tmp_path, WAIT_S))
+    sys.modules["sglang.srt.runtime_context"].get_parallel = lambda: types.SimpleNamespace(dp_size=2)
+    with pytest.raises(UnsupportedError, match="2 data-parallel replicas vote apart"):
         ours.load(loaded(weights(1)), ours.command(run.folder, 1, tmp_path, WAIT_S))

@@ -97,7 +97,14 @@ def _read(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _workers() -> Workers:
     from sglang.srt.distributed import get_pp_group, get_tp_group
+    from sglang.srt.runtime_context import get_parallel
 
+    n_replicas = get_parallel().dp_size  # attention's data parallelism lies within the tensor-parallel group
+    if n_replicas > 1:
+        raise UnsupportedError(
+            f"sglang: {n_replicas} data-parallel replicas vote apart and could hold different versions: start a server "
+            "for each of them"
+        )
     n_stages = get_pp_group().world_size
     if n_stages > 1:
         raise UnsupportedError(
