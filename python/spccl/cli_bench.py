@@ -37,7 +37,26 @@ _EXAMPLES = (
     ),
     ("On all GPUs of this machine, against NCCL", "spccl bench --device cuda --sizes 512M --csv gpu.csv"),
     ("The paper's ring with its format alone", "spccl bench --collective all_reduce --schedule ring --format pici"),
+    ("A schedule that you wrote", "spccl bench --schedule file:mine.plan --ranks 4 --sizes 64M"),
 )
+
+
+class _Schedule(click.ParamType):
+    """A name, or file:PATH of a plan file."""
+
+    name = "NAME"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        kind, is_file, path = value.partition("file:")
+        if kind or not is_file:
+            if value not in _SCHEDULES:
+                self.fail(f"{value!r}: wanted {', '.join(_SCHEDULES)}, or file:PATH of a plan file", param, ctx)
+        elif path.endswith(".py"):
+            plan = Path(path).with_suffix(".plan")
+            self.fail(f"{path} is Python: compile it first: spccl schedule compile {path} -o {plan}", param, ctx)
+        elif not Path(path).is_file():
+            self.fail(f"{path!r}: there is no such file", param, ctx)
+        return value
 
 
 @contextlib.contextmanager
@@ -128,9 +147,9 @@ def _forced(options: dict[str, Any]) -> Iterator[None]:
 )
 @click.option(
     "--schedule",
-    type=click.Choice(_SCHEDULES),
-    metavar="NAME",
-    help=f"Schedule of the collectives that have it: {', '.join(_SCHEDULES)}.  [default: SPCCL_SCHEDULE, or auto]",
+    type=_Schedule(),
+    help=f"Schedule of the collectives that have it: {', '.join(_SCHEDULES)}; or file:PATH, a plan file: then the "
+    "default of --collective is what it has.  [default: SPCCL_SCHEDULE, or auto]",
 )
 @click.option(
     "--format",

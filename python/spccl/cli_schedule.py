@@ -78,7 +78,9 @@ def check_text(text: str) -> list[dict[str, Any]]:
             return plans
 
 
-def _checked(source: Path, text: str) -> list[dict[str, Any]]:
+def checked(source: Path, text: str | None = None) -> list[dict[str, Any]]:
+    """What the check says of each plan of a plan file, or of its text. Raises: Fail."""
+    text = _text_of(source, None, None) if text is None else text
     try:
         return check_text(text)
     except errors.SettingError as error:
@@ -96,7 +98,7 @@ def compile_command(source: Path, output: Path, ranks: Topologies | None, hosts:
     It runs FILE once for each topology. SPCCL_SCHEDULE=file:OUTPUT runs the plans.
     """
     text = _text_of(source, ranks, hosts)
-    plans = _checked(source, text)
+    plans = checked(source, text)
     output.write_text(text, encoding="ascii")
     click.echo(f"{len(plans)} plan(s) in {output}, {len(text)} bytes")
 
@@ -110,7 +112,7 @@ def check_command(source: Path, ranks: Topologies | None, hosts: Topologies | No
 
     Exit code 1 if a plan is refused.
     """
-    plans = _checked(source, _text_of(source, ranks, hosts))
+    plans = checked(source, _text_of(source, ranks, hosts))
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for title in ("plan", "collective", "ranks", "hosts", "root", "adds in", "steps", "hops", "sends", "keeps"):
         table.add_column(title, justify="left" if title in ("plan", "collective", "adds in") else "right")
@@ -154,7 +156,7 @@ def show_command(
     and 2 sent. Figure: an arrow is a message, a circle adds, a square is output, a colour is a chunk.
     """
     text = _text_of(source, ranks, hosts)
-    _checked(source, text)
+    checked(source, text)
     plans = [p for p in parse(text) if name is None or p.head[2] == name]
     if not plans:
         raise Fail(f"{source}: no plan is called {name}")

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -185,6 +186,26 @@ def test_inspect_bad_files(encoded, tmp_path):
 )
 def test_bench_bad_options(args, text):
     assert text in run("bench", *args, code=2)
+
+
+def test_bench_of_a_plan_file(tmp_path, monkeypatch):
+    """It measures what the file has for these ranks, and nothing of the automatic choice under the file's name."""
+    source, path = Path(__file__).parents[2] / "examples/schedules/all_pairs.py", tmp_path / "pairs.plan"
+    run("schedule", "compile", source, "-o", path, "--ranks", 2, "--hosts", "4x1")
+    measured = []
+    monkeypatch.setattr(start, "run_spawned", lambda plan, *_, **__: measured.extend(c.collective for c in plan.cases))
+    how = ("--schedule", f"file:{path}", "--peer", "none", "--sizes", "64K", "--sparsity", 0)
+    run("bench", *how)
+    assert measured == ["reduce_scatter", "all_reduce"]
+    for args, words in (
+        (("--collective", "all_gather"), "has no plan for all_gather of 2 ranks; it has all_reduce of 2 ranks"),
+        (("--ranks", 4), "has no plan for any collective of 4 ranks;"),
+        (("--schedule", f"file:{source}"), "is Python: compile it first: spccl schedule compile"),
+        (("--schedule", "file:none.plan"), "there is no such file"),
+        (("--schedule", "rings"), "or file:PATH of a plan file"),
+    ):
+        assert words in " ".join(run("bench", *how, *args, code=2).split())
+    assert len(measured) == 2
 
 
 @pytest.mark.slow

@@ -14,8 +14,9 @@ import click
 
 from .. import comm, errors
 from .._launch import RanksFailed
+from ..cli_schedule import checked
 from ..cli_types import Fail
-from . import cases, gpu_report, hosts, report, runner, start
+from . import cases, gpu_report, hosts, loop, report, runner, start
 
 _ONLY = {  # options that only one device has
     "cpu": ("transport", "via", "hosts", "rate", "in_flight"),
@@ -74,6 +75,8 @@ def bench(given: Collection[str], options: dict[str, Any], files: dict[str, Path
     Raises: click.ClickException.
     """
     on_gpus, torchrun = options["device"] == "cuda", start.under_torchrun()
+    if not on_gpus:
+        options["collectives"] = _collectives_of_file(given, options)
     plan = plan_of(given, options)
     if torchrun:
         ranks = int(os.environ["WORLD_SIZE"])
@@ -109,6 +112,40 @@ def bench(given: Collection[str], options: dict[str, Any], files: dict[str, Path
         raise Fail(f"{wrong} element(s) were wrong: see column #wrong")
     if results.left_out:
         raise Fail(f"{len(results.left_out)} case(s) were not measured: --seconds was too short")
+
+
+def _group(ranks: int, n_hosts: int | None) -> str:
+    return f"{ranks} ranks" + (f" on {n_hosts} hosts" if n_hosts else "")
+
+
+def _collectives_of_file(given: Collection[str], o: dict[str, Any]) -> Sequence[str]:
+    """What to measure if SPCCL_SCHEDULE names a plan file: unless asked otherwise, what it has for these ranks.
+    All else would be the automatic choice under the file's name.
+
+    Raises: click.BadParameter, Fail (the file is refused).
+    """
+    kind, is_file, path = os.environ.get("SPCCL_SCHEDULE", "").partition("file:")
+    if kind or not is_file:
+        return o["collectives"]
+    ranks = int(os.environ["WORLD_SIZE"]) if start.under_torchrun() else o["ranks"]
+    plans = checked(Path(path))
+    fits = {
+        str(p["collective"])
+        for p in plans
+        if p["n_ranks"] == ranks
+        and (p["n_hosts"] in (0, o["hosts"] or 1) or start.under_torchrun())
+        and p["root"] in (-1, loop.ROOT)
+    }
+    wanted = o["collectives"] if "collectives" in given else [c for c in comm.COLLECTIVES if c in fits]
+    missing = [c for c in wanted if c not in fits]
+    if missing or not wanted:
+        has = [f"{p['collective']} of {_group(p['n_ranks'], p['n_hosts'])}" for p in plans]
+        raise click.BadParameter(
+            f"{path} has no plan for {', '.join(missing) or 'any collective'} of {_group(ranks, o['hosts'])}; "
+            f"it has {', '.join(dict.fromkeys(has))}: compile it for these ranks, or choose others",
+            param_hint="--schedule",
+        )
+    return wanted
 
 
 @contextlib.contextmanager
