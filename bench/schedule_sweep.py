@@ -2,10 +2,17 @@
 
     python bench/schedule_sweep.py [--where shm,4x1] [--rounds 9] [--csv FILE]       every fixed choice against auto
     python bench/schedule_sweep.py --variants auto,tune:/tmp/profile --base model    a profile against the model
+    python bench/schedule_sweep.py --others --where 4x1 --sizes 64M --densities 0.01,0.1 [--block 256]
 
-A variant is a value of SPCCL_SCHEDULE, and a slice size if one follows: oneshot/64K. All variants and the base have a
-communicator each in the same processes. They take turns, in an order that changes each round, and the time of a turn is
-that of the slowest rank. A case's ratio is the median over rounds of a variant's time over the base's of that round.
+--others compares with what other libraries do (bench/notes/schedules.md): the direct schedule from a file, SparCML's
+split with coo and recursive doubling (examples/schedules), and blocks as OmniReduce sends them. It prints the bytes
+that a rank sends, and the 95% interval of the ratio (bootstrap).
+
+A variant is a value of SPCCL_SCHEDULE; @FORMAT and a slice size may follow: oneshot@coo/64K. With !256 after it, a tiny
+number replaces each zero of the input in the blocks of 256 elements that have any nonzero: such a block goes dense, and
+one without is left out. All variants and the base have a communicator each in the same processes. They take turns, in
+an order that changes each round, and the time of a turn is that of the slowest rank. A case's ratio is the median over
+rounds of a variant's time over the base's of that round.
 The best variant is chosen in the even rounds and its ratio is that of the odd ones: choosing the least of many noisy
 ratios and showing the same ratios would promise a gain where there is none. A ratio that is not significantly
 different from 1 (sign test over the odd rounds, Holm-corrected over the cases) is marked.
@@ -21,19 +28,23 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import statistics
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import spccl
+from spccl import schedule
 from spccl.bench import hosts
 from spccl.bench.start import torch_store
 
 SLICES = ("32K", "64K", "256K", "512K")  # the default is 128K
-FIELDS = ("where", "collective", "bytes", "density", "variant", "round", "seconds", "base_seconds")
+FIELDS = ("where", "collective", "bytes", "density", "variant", "round", "seconds", "base_seconds", "sent_bytes")
+OTHERS = ("auto", "file:{}/all_pairs.plan", "direct", "file:{}/split.plan@coo", "file:{}/doubling.plan", "direct!256")
 LEAST_S = 0.02  # of one turn
 SLOW, LOOK = 2.0, 2  # variants slower than this many times the base after so many rounds are left out
 
@@ -68,10 +79,11 @@ class Group:
 
     def comm(self, variant: str) -> spccl.Communicator:
         if variant not in self.comms:
-            schedule, _, size = variant.rpartition("/") if variant[-1:] in "KM" else (variant, "", "")
+            name, form, size = re.fullmatch(r"(.*?)(?:@(\w+))?(?:/(\d+[KM]))?(?:!\d+)?", variant).groups()
             self.comms[variant] = spccl.Communicator(
-                self.rank, self.n_ranks, store=self.store, name=f"variant {variant}", schedule=schedule,
-                slice_bytes=size_of(size) if size else 0, transports=self.transports, timeout=300,
+                self.rank, self.n_ranks, store=self.store, name=f"variant {variant}", schedule=name,
+                format=form or "auto", slice_bytes=size_of(size) if size else 0, transports=self.transports,
+                timeout=300,
             )  # fmt: skip
         return self.comms[variant]
 
@@ -90,6 +102,28 @@ def call_of(collective: str, x: torch.Tensor, y: torch.Tensor):
     return lambda comm: comm.broadcast(y, root=0)
 
 
+def input_of(rank: int, n: int, density: float, block: int) -> torch.Tensor:
+    """[n] numbers, zero in aligned blocks of so many elements."""
+    draw = torch.Generator().manual_seed(rank + 1)
+    keep = torch.rand(-(-n // block), generator=draw) < density
+    return torch.randn(n, generator=draw) * keep.repeat_interleave(block)[:n]
+
+
+def block_bytes(group: Group, n: int, density: float, zeros: int, block: int = 256) -> float:
+    """Mean bytes of a rank if only the blocks with a nonzero travelled, without a header: to their owners, and the sums
+    to all."""
+    each = torch.stack([input_of(r, n, density, zeros)[: n // block * block].view(-1, block).ne(0).any(1)
+                        for r in range(group.n_ranks)])  # fmt: skip
+    blocks = each.float().sum(1).mean().item() + each.any(0).float().sum().item()
+    return 4 * block * blocks * (group.n_ranks - 1) / group.n_ranks
+
+
+def filled(x: torch.Tensor, block: int) -> torch.Tensor:
+    """Without zeros in blocks that have any nonzero."""
+    y = torch.nn.functional.pad(x, (0, -len(x) % block)).view(-1, block)
+    return torch.where((y == 0) & (y != 0).any(1, keepdim=True), 1e-30, y).flatten()[: len(x)].contiguous()
+
+
 def turn(group: Group, variant: str, call, n_calls: int) -> float:
     comm = group.comm(variant)
     group.largest(0)
@@ -102,26 +136,30 @@ def turn(group: Group, variant: str, call, n_calls: int) -> float:
 def run_case(group: Group, args: argparse.Namespace, case: tuple, variants: list[str]) -> list[tuple]:
     _where, collective, n_bytes, density = case
     n = max(n_bytes // 4, 1)
-    draw = torch.Generator().manual_seed(group.rank + 1)
-    x = torch.randn(n, generator=draw) * (torch.rand(n, generator=draw) < density)
+    x = input_of(group.rank, n, density, args.block)
+    if args.others and group.rank == 0:
+        mb = block_bytes(group, n, density, args.block) / 1e6
+        print(f"blocks of 256 elements that have a nonzero: {mb:.2f} MB a rank")
     if collective == "all_gather":
         x = x[: n // group.n_ranks].contiguous()
         n = x.numel() * group.n_ranks
     y = torch.zeros(n)
-    call = call_of(collective, x, y)
     names, rows, spent = list(dict.fromkeys([args.base, *variants])), [], {}
-    one = max(turn(group, args.base, call, 3), 1e-6)
+    calls = {name: call_of(collective, filled(x, int(name.split("!")[1])) if "!" in name else x, y) for name in names}
+    one = max(turn(group, args.base, calls[args.base], 3), 1e-6)
     n_calls = max(1, min(2000, math.ceil(LEAST_S / one)))
     for name in names:  # warm up; then the densities of earlier calls are known
-        turn(group, name, call, 20 if one < 0.05 else 10)
+        turn(group, name, calls[name], 20 if one < 0.05 else 10)
+    before = {name: group.comm(name).stats().wire_bytes_sent for name in names}
     for i in range(args.rounds):
         order = names[:]
         random.Random(i).shuffle(order)
-        times = {name: turn(group, name, call, n_calls) for name in order}
+        times = {name: turn(group, name, calls[name], n_calls) for name in order}
         for name in names[1:] if args.base not in variants else names:
-            rows.append((*case, name, i, times[name], times[args.base]))
+            sent = (group.comm(name).stats().wire_bytes_sent - before[name]) // ((i + 1) * n_calls)
+            rows.append((*case, name, i, times[name], times[args.base], sent))
             spent.setdefault(name, []).append(times[name] / times[args.base])
-        if i + 1 == LOOK:  # ratios are the same on all ranks: so is what is left out
+        if i + 1 == LOOK and not args.others:  # ratios are the same on all ranks: so is what is left out
             names = [n for n in names if n == args.base or min(spent.get(n, [0])) < SLOW]
     return rows
 
@@ -188,6 +226,29 @@ def best_of(rows: list[tuple]) -> tuple[str, float, float]:
     return best, statistics.median(odd), sign_test(list(whole[best].values()))
 
 
+def interval(ratios: list[float]) -> str:
+    """95% of the median, by bootstrap."""
+    draw = random.Random(1)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return f"{medians[49]:.3f} to {medians[1949]:.3f}"
+
+
+def report_others(args: argparse.Namespace, rows: list[tuple]) -> None:
+    print(
+        "\n| where | bytes | density | variant | MB a rank | ms | time over "
+        + args.base
+        + " | 95% interval |\n"
+        + "| --- " * 8
+        + "|"
+    )
+    for (where, _, n_bytes, density, name), group in itertools.groupby(sorted(rows), key=lambda row: row[:5]):
+        some = list(group)
+        ratios = [row[6] / row[7] for row in some]
+        print(f"| {where} | {shown(n_bytes)} | {density:g} | {Path(name).name} | {some[-1][8] / 1e6:.2f} | "
+              f"{1e3 * statistics.median(row[6] for row in some):.1f} | {statistics.median(ratios):.3f} | "
+              f"{interval(ratios)} |")  # fmt: skip
+
+
 def summary(args: argparse.Namespace, rows: list[tuple]) -> str:
     where, collective, n_bytes, density = rows[0][:4]
     base = statistics.median(row[7] for row in rows)
@@ -238,13 +299,21 @@ def main() -> None:
     p.add_argument("--variants", default="", help="default: every schedule and slice size")
     p.add_argument("--base", default="auto")
     p.add_argument("--rounds", type=int, default=10)
+    p.add_argument("--block", type=int, default=1, help="zeros come in whole blocks of so many elements")
+    p.add_argument("--others", action="store_true")
     p.add_argument("--csv", default="")
     args = p.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     rows: list[tuple] = []
-    for where in args.where.split(","):
-        rows += run_where(args, where)
-    report(args, rows)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.others:
+            args.collectives, args.variants = "all_reduce", ",".join(OTHERS).format(*[folder] * len(OTHERS))
+            for path in Path(__file__).parents[1].glob("examples/schedules/*.py"):
+                text = schedule.compile_file(path, [(2, None), (4, None), (8, None)])
+                Path(folder, f"{path.stem}.plan").write_text(text)
+        for where in args.where.split(","):
+            rows += run_where(args, where)
+    (report_others if args.others else report)(args, rows)
     if args.csv:
         with open(args.csv, "w", newline="") as file:
             writer = csv.writer(file)
