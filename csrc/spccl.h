@@ -356,7 +356,7 @@ SPCCL_API spccl_status spccl_comm_stats(spccl_comm *comm, spccl_stats *out);
 SPCCL_API spccl_status spccl_comm_describe_link(spccl_comm *comm, int peer, const char **out_text);
 /* This host's IP address on connections to other hosts; "127.0.0.1" if all ranks are here. Valid until the next call. */
 SPCCL_API spccl_status spccl_comm_local_ip(spccl_comm *comm, const char **out_text);
-/* One line: which schedule the i-th kind of call takes, and why. Valid until the next call. ARG: no i-th. */
+/* One line: which schedule the i-th kind of call takes, why, and what the tuner does with it. Valid until the next call. ARG: no i-th. */
 SPCCL_API spccl_status spccl_comm_describe_schedule(spccl_comm *comm, size_t i, const char **out_text);
 
 /* ---- collectives -------------------------------------------------------------------------------- */

@@ -150,9 +150,10 @@ class Communicator:
                 build.
             n_sockets: TCP sockets per peer and queue; 0 = spccl chooses.
             secret: 32 bytes that all ranks know; None: rank 0 makes a secret and passes it by the store.
-            schedule: "direct", "oneshot", "relayed", "ring", "hierarchical", or "file:PATH" of a plan file
-                (docs/SCHEDULES.md), the same on all ranks; None: the one of least cost for each call, of the first
-                three. SPCCL_SCHEDULE wins.
+            schedule: "direct", "oneshot", "relayed", "ring", "hierarchical", "file:PATH" of a plan file
+                (docs/SCHEDULES.md), "model", or "tune:PATH" of a profile, the same on all ranks. None: the one of least
+                cost for each call, of the first three, corrected by the times of calls; "model": not corrected; "tune":
+                and what was learnt is kept in PATH (docs/ALGORITHMS.md). SPCCL_SCHEDULE wins.
             host_id: ranks with another name count as on another host; None: found. SPCCL_HOST_ID wins.
         Raises: TimeoutError (a rank did not come), AuthError, UnreachableError, PeerError, MismatchError,
             SettingError, ArgumentError.
@@ -274,7 +275,8 @@ class Communicator:
         "all_reduce of 1000 float32: oneshot (assumed 100% and 100% nonzero; direct 4.39 us; oneshot 2.839 us)": the
         call; the schedule, after "forced " if SPCCL_SCHEDULE names it, or which plan of a plan file, or that the file
         has none; densities of an input and of the sum, "measured" in earlier calls or "assumed"; the time that each
-        candidate is estimated to take. They are as they were when the costs were last computed. 64 kinds are kept.
+        candidate is estimated to take; what the tuner does: "tuning", or "tuned", and the slice size. They are as they
+        were when one of them last changed. 64 kinds are kept.
         Empty before the first call.
         Raises: StateError after close().
         """

@@ -1,4 +1,4 @@
-/* test_choose.c - all ranks choose the same schedules, from the same densities. Calls are asynchronous, with 8 and
+/* test_choose.c - all ranks choose the same schedules and slice sizes, from the same densities and times. Calls are asynchronous, with 8 and
  * more in flight; ranks and messages are late at random; sizes and collectives take turns, densities change,
  * and groups share ranks. A wrong choice shows as a mismatch error, or as memories that differ. */
 #include "core/run/comm.h"
@@ -13,11 +13,14 @@
 
 struct scene {
     int n_ranks, ranks_per_host, in_flight;
-    bool pairs; /* and groups of ranks 2k and 2k + 1, whose calls take turns with those of all */
+    int n_calls, period; /* of sparse calls, and then as many dense ones */
+    size_t elems;        /* of the largest calls */
+    bool pairs;          /* and groups of ranks 2k and 2k + 1, whose calls take turns with those of all */
     uint64_t seed;
     sp_chooser *memory; /* [n_ranks] what each rank remembers at the end */
     sp_chooser *pair_memory;
-    _Atomic int n_changes; /* of the schedule of an all-reduce of ELEMS_MAX elements, on rank 0 */
+    uint32_t n_trials;     /* of the tuner, on rank 0 */
+    _Atomic int n_changes; /* of the schedule of an all-reduce of s->elems elements, on rank 0 */
 };
 
 /* One collective of the sequence, as all ranks call it. */
@@ -34,15 +37,15 @@ static uint64_t mix(uint64_t z)
     return z ^ (z >> 31);
 }
 
-/* Every second call is an all-reduce of ELEMS_MAX elements. 32 calls are sparse, then 32 are dense, and so on. */
+/* Every second call is an all-reduce of s->elems elements. `period` calls are sparse, then as many are dense, and so on. */
 static struct call call_number(const struct scene *s, int k, int n_ranks)
 {
-    static const size_t sizes[] = {ELEMS_MAX, 1000, 3000};
+    const size_t sizes[] = {s->elems, 1000, 3000};
     uint64_t r = mix(s->seed + (uint64_t)k * 77);
     struct call c = {.coll = k % 2 == 0 ? SP_ALL_REDUCE : (sp_coll)(r / 2 % SP_N_COLLS),
                      .n = sizes[k % 2 == 0 ? 0 : r / 16 % 3],
                      .root = (int)(r / 64 % (unsigned)n_ranks),
-                     .one_in = k / 32 % 2 == 0 ? 1000 : 1};
+                     .one_in = k / s->period % 2 == 0 ? 1000 : 1};
     if (c.coll == SP_ALL_GATHER || c.coll == SP_REDUCE_SCATTER)
         c.n /= (size_t)n_ranks;
     return c;
@@ -132,7 +135,7 @@ static void watch(struct scene *s, const struct rank_ctx *ctx, sp_schedule *last
 {
     const sp_chooser *c = ctx->comm->exec.chooser; /* no call is in flight: no thread uses it */
     for (int i = 0; i < SP_CHOOSE_KEYS; i++)
-        if (c->entries[i].used && c->entries[i].coll == SP_ALL_REDUCE && c->entries[i].n_elems == ELEMS_MAX) {
+        if (c->entries[i].used && c->entries[i].coll == SP_ALL_REDUCE && c->entries[i].n_elems == s->elems) {
             s->n_changes += *last != SP_N_SCHEDULES && *last != c->entries[i].choice.schedule;
             *last = c->entries[i].choice.schedule;
         }
@@ -161,10 +164,10 @@ static void sequence(struct rank_ctx *c)
         join_pair(c, &pair);
     for (int g = 0; g < 2; g++)
         for (int i = 0; i < s->in_flight; i++) {
-            flights[g][i].in = malloc(ELEMS_MAX * sizeof(float));
-            flights[g][i].out = malloc(ELEMS_MAX * sizeof(float));
+            flights[g][i].in = malloc(s->elems * sizeof(float));
+            flights[g][i].out = malloc(s->elems * sizeof(float));
         }
-    for (int k = 0; k < N_CALLS; k++) {
+    for (int k = 0; k < s->n_calls; k++) {
         struct flight *f = &flights[0][k % s->in_flight], *p = &flights[1][k % s->in_flight];
         finish(s, c, f);
         start(s, c, k, f);
@@ -207,11 +210,31 @@ static bool same_choice(const sp_choice *a, const sp_choice *b)
     return same;
 }
 
-/* Compare what two ranks remember, bit for bit. */
-static void same_memory(const sp_chooser *a, const sp_chooser *b, int rank)
+/* Compare what the tuners of two ranks have learnt, bit for bit. */
+static void same_tuner(const sp_tuner *a, const sp_tuner *b, int rank)
 {
-    CHECK(a->n_planned == b->n_planned && a->n_ended == b->n_ended && a->n_ended == N_CALLS,
+    CHECK(a->n_carriers == b->n_carriers && a->all_ns == b->all_ns && a->lost_ns == b->lost_ns,
+          "rank %d: %g ns, %g lost; rank 0: %g, %g", rank, b->all_ns, b->lost_ns, a->all_ns, a->lost_ns);
+    for (int i = 0; i < SP_TUNER_CELLS; i++) {
+        const sp_tune_cell *c = &a->cells[i], *d = &b->cells[i];
+        bool same = c->used == d->used && c->key.n_elems == d->key.n_elems && c->phase == d->phase &&
+                    c->state == d->state && c->usual == d->usual && c->n_arms == d->n_arms &&
+                    c->n_trials == d->n_trials && c->budget == d->budget && c->usual_ns == d->usual_ns;
+        for (int k = 0; same && k < c->n_arms; k++)
+            same = c->arms[k].n == d->arms[k].n && c->arms[k].out == d->arms[k].out &&
+                   memcmp(c->arms[k].ratios, d->arms[k].ratios, c->arms[k].n * sizeof(float)) == 0;
+        CHECK(same, "rank %d has learnt other times of %s of %llu elements", rank, sp_coll_name(c->key.coll),
+              (unsigned long long)c->key.n_elems);
+    }
+}
+
+/* Compare what two ranks remember, bit for bit. */
+static void same_memory(const struct scene *s, const sp_chooser *a, const sp_chooser *b, int rank)
+{
+    CHECK(a->n_planned == b->n_planned && a->n_ended == b->n_ended && a->n_ended == (uint32_t)s->n_calls,
           "rank %d planned %u and ended %u calls", rank, b->n_planned, b->n_ended);
+    CHECK(a->choices_hash == b->choices_hash, "rank %d has chosen otherwise than rank 0", rank);
+    same_tuner(&a->tuner, &b->tuner, rank);
     for (int i = 0; i < SP_CHOOSE_LAG; i++) {
         const sp_measured *m = &a->ended[i], *n = &b->ended[i];
         CHECK(m->listed == n->listed && m->elems == n->elems && m->sum_listed == n->sum_listed &&
@@ -237,6 +260,9 @@ static void run_sequence(struct scene *s, const char *transports)
     config.timeout_ms = 120000;
     config.transports = transports;
     s->seed = test_rand();
+    s->elems = s->elems != 0 ? s->elems : ELEMS_MAX;
+    s->n_calls = s->n_calls != 0 ? s->n_calls : N_CALLS;
+    s->period = s->period != 0 ? s->period : 32;
     s->memory = calloc((size_t)s->n_ranks, sizeof *s->memory);
     s->pair_memory = calloc((size_t)s->n_ranks, sizeof *s->memory);
     test_ranks_per_host = s->ranks_per_host;
@@ -244,10 +270,13 @@ static void run_sequence(struct scene *s, const char *transports)
     test_ranks_per_host = 0;
     for (int r = 0; r < s->n_ranks; r++) {
         CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
-        same_memory(&s->memory[0], &s->memory[r], r);
+        same_memory(s, &s->memory[0], &s->memory[r], r);
         if (s->pairs)
-            same_memory(&s->pair_memory[r / 2 * 2], &s->pair_memory[r], r);
+            same_memory(s, &s->pair_memory[r / 2 * 2], &s->pair_memory[r], r);
     }
+    s->n_trials = 0;
+    for (int i = 0; i < SP_TUNER_CELLS; i++)
+        s->n_trials += s->memory[0].tuner.cells[i].n_trials;
     free(s->memory);
     free(s->pair_memory);
 }
@@ -259,13 +288,19 @@ static void test_same_choice(void)
         {.n_ranks = 4, .in_flight = 24}, /* more than the executor works on */
         {.n_ranks = 4, .in_flight = 1},
         {.n_ranks = 6, .ranks_per_host = 2, .in_flight = 8, .pairs = true},
+        /* the tuner: long enough for trials; with several slices their size is tuned */
+        {.n_ranks = 2, .in_flight = 24, .n_calls = 400, .period = 300, .elems = 70000},
+        {.n_ranks = 3, .in_flight = 16, .n_calls = 400, .period = 300, .elems = 100000},
+        {.n_ranks = 8, .ranks_per_host = 4, .in_flight = 24, .n_calls = 400, .period = 300},
     };
     for (size_t i = 0; i < sizeof scenes / sizeof scenes[0]; i++) {
         struct scene s = scenes[i];
         sp_fault = (sp_fault_plan){.inner = "inproc", .seed = test_rand(), .hold_one_in = 3};
         run_sequence(&s, "fault");
-        if (s.ranks_per_host == 0 && s.in_flight <= 8)
+        if (s.ranks_per_host == 0 && s.in_flight <= 8 && s.n_calls == N_CALLS)
             CHECK(s.n_changes >= 2, "the schedule changed %d times: densities are not used", s.n_changes);
+        if (s.n_calls > N_CALLS)
+            CHECK(s.n_trials >= 3, "%d ranks: %u trials", s.n_ranks, s.n_trials);
     }
 }
 
@@ -294,6 +329,19 @@ static void disagree(struct rank_ctx *c)
     if (c->rank == 1) /* as if this rank had measured another rate */
         c->comm->exec.chooser->group.local_ns = 1000;
     o->st[c->rank] = spccl_all_reduce(c->comm, buf, buf, 2000, SPCCL_FLOAT32, SPCCL_SUM, NULL);
+    snprintf(o->text[c->rank], sizeof o->text[0], "%s", spccl_last_error());
+    free(buf);
+}
+
+/* As if this rank had learnt nothing: the first trial of the others shows it. */
+static void stop_learning(struct rank_ctx *c)
+{
+    struct outcome *o = c->arg;
+    float *buf = calloc(ELEMS_MAX, sizeof *buf);
+    if (c->rank == 1)
+        c->comm->exec.chooser->tuner.on = false;
+    for (int i = 0; i < 200 && o->st[c->rank] == SPCCL_OK; i++)
+        o->st[c->rank] = spccl_all_reduce(c->comm, buf, buf, 2000, SPCCL_FLOAT32, SPCCL_SUM, NULL);
     snprintf(o->text[c->rank], sizeof o->text[0], "%s", spccl_last_error());
     free(buf);
 }
@@ -334,21 +382,27 @@ static void test_described(void)
     run_ranks(2, &config, describe, NULL, ctx);
 }
 
-static void test_other_choice(void)
+static void test_disagree(void (*fn)(struct rank_ctx *))
 {
     struct rank_ctx ctx[RANKS_CAP];
-    static struct outcome o;
+    struct outcome o = {0};
     spccl_config config = SPCCL_CONFIG_INIT;
     int n_named = 0;
     config.timeout_ms = 60000;
     config.transports = "inproc";
-    run_ranks(4, &config, disagree, &o, ctx);
+    run_ranks(4, &config, fn, &o, ctx);
     for (int r = 0; r < 4; r++) {
         CHECK(o.st[r] != SPCCL_OK, "rank %d did not notice", r);
         n_named +=
             strstr(o.text[r], "direct at rank") != NULL && strstr(o.text[r], "oneshot at rank") != NULL;
     }
     CHECK(n_named >= 1, "no text names both schedules: \"%s\"", o.text[0]);
+}
+
+static void test_other_choice(void)
+{
+    test_disagree(disagree);
+    test_disagree(stop_learning);
 }
 
 /* ---- data that become dense at once ---- */

@@ -80,6 +80,8 @@ static void test_choices(void)
             }
             setenv(v->name, word, 1);
             CHECK_OK(make_group(NULL));
+            if (strcmp(word, "tune:PATH") == 0) /* likewise; no file yet is no error */
+                snprintf(word, sizeof "tune:x", "tune:x");
             word[strlen(word) - 1] = '\0';
             refused(v->name, word[0] != '\0' ? word : "?");
         }

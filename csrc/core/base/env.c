@@ -14,10 +14,12 @@ static const sp_env_var vars[SP_N_ENV] = {
                     "off, error, warn, info, debug", 0, 0, NULL},
     [SP_ENV_FORMAT] = {"SPCCL_FORMAT", "auto", "format of every slice: auto, tile, pici, coo, dense",
                        "auto, tile, pici, coo, dense", 0, 0, NULL},
-    [SP_ENV_SCHEDULE] = {"SPCCL_SCHEDULE", "auto",
-                         "schedule of collectives: auto, direct, relayed, oneshot (all-reduce, broadcast); "
-                         "CPUs: ring, hierarchical, file:PATH of a plan file (docs/SCHEDULES.md)",
-                         "auto, direct, oneshot, relayed, ring, hierarchical, file:PATH", 0, 0, NULL},
+    [SP_ENV_SCHEDULE] =
+        {"SPCCL_SCHEDULE", "auto",
+         "schedule of collectives: auto = by cost, corrected by the times of calls; tune:PATH = "
+         "auto with a saved profile; model = by cost alone; direct, relayed, oneshot (all-reduce, "
+         "broadcast); CPUs: ring, hierarchical, file:PATH of a plan file (docs/SCHEDULES.md)",
+         "auto, model, tune:PATH, direct, oneshot, relayed, ring, hierarchical, file:PATH", 0, 0, NULL},
     [SP_ENV_TRANSPORTS] = {"SPCCL_TRANSPORTS", "inproc,shm,ib,ncclnet,tcp",
                            "transports that a pair of ranks tries, in order", NULL, 0, 0, NULL},
     [SP_ENV_HOST_ID] =

@@ -87,10 +87,11 @@ typedef struct sp_plan {
  * 24  u16  part
  * 26  u16  root
  * 28  u32  magic "SPEV"
- * 32  u64  result of an all-reduce: listed elements of the contributions that were sent for it; else 0
+ * 32  u40  result of an all-reduce: listed elements of the contributions that were sent for it; else 0
+ * 37  u24  code of the sender's time of an earlier call (tuner.h); 0: none
  * 40  u32  largest time per byte of the sender's links inside its host, in 2^-16 ns
  * 44  u32  time per byte of its links to other hosts, in 2^-16 ns; 0: it has none
- * The last three are for the choice of the schedule (choose.h). */
+ * The last four are for the choice of the schedule (choose.h). */
 #define SP_ENVELOPE_BYTES 48u
 
 /* A receiver can take a message from the result queue at once. A message in the input queue may have to wait

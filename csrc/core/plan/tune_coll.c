@@ -17,7 +17,9 @@
 
 spccl_status sp_tune_parse_schedule(const char *text, bool *forced, sp_schedule *out)
 {
-    *forced = strcmp(text, "auto") != 0;
+    *forced = strcmp(text, "auto") != 0 && strcmp(text, SP_TUNE_MODEL) != 0 &&
+              (strncmp(text, SP_TUNE_PROFILE, strlen(SP_TUNE_PROFILE)) != 0 ||
+               strlen(text) == strlen(SP_TUNE_PROFILE));
     if (!*forced)
         return SPCCL_OK;
     for (int i = 0; i < SP_N_SCHEDULES; i++)
@@ -31,8 +33,8 @@ spccl_status sp_tune_parse_schedule(const char *text, bool *forced, sp_schedule 
     }
     return SP_FAIL(
         SPCCL_ERR_SETTING,
-        "schedule \"%s\" (SPCCL_SCHEDULE): wanted auto, direct, oneshot, relayed, ring, hierarchical, or "
-        "file:PATH of a plan file",
+        "schedule \"%s\" (SPCCL_SCHEDULE): wanted auto, model, tune:PATH of a profile, direct, oneshot, "
+        "relayed, ring, hierarchical, or file:PATH of a plan file",
         text);
 }
 
@@ -64,6 +66,13 @@ size_t sp_tune_slice_elems(size_t slice_bytes, size_t elem_bytes, spccl_format f
         n -= SP_PICI_TILE_ELEMS;
     }
     return n;
+}
+
+size_t sp_tune_slice_elems_max(size_t slice_elems, size_t elem_bytes, size_t queue_bytes)
+{
+    size_t n =
+        sp_tune_slice_elems(2 * slice_elems * elem_bytes, elem_bytes, SPCCL_FORMAT_AUTO, queue_bytes / 4);
+    return sp_max_size(n, slice_elems);
 }
 
 /* True if element i of x has a set bit; ignores_sign: another one than the highest. */

@@ -15,7 +15,7 @@
 
 #define BOOT_MAGIC 0x54425053u   /* "SPBT" */
 #define BOOT_REFUSAL 0x46525053u /* "SPRF": u32 magic, u32 status, zeros to SP_BOOT_HEAD_BYTES, text */
-#define WIRE_VERSION 7u
+#define WIRE_VERSION 8u
 #define REFUSAL_CAP 600u
 #define REFUSAL_BYTES (SP_BOOT_HEAD_BYTES + REFUSAL_CAP)
 #define KEY_CAP 200
@@ -151,6 +151,8 @@ static spccl_status publish(sp_links *links, const spccl_store *store, const sp_
     sp_store_le32(blob + SP_BOOT_SCHEDULE_AT, c->schedule);
     sp_store_le32(blob + SP_BOOT_RATES_AT, c->rates_decide ? 1 : 0);
     sp_store_le64(blob + SP_BOOT_PLANS_AT, c->plans_hash);
+    sp_store_le64(blob + SP_BOOT_PROFILE_AT, c->profile_hash);
+    sp_store_le32(blob + SP_BOOT_FORCED_AT, c->forces);
     for (int i = 0; i < links->n_endpoints; i++) {
         const sp_transport *t = links->transports[i];
         bool is_listed = links->endpoints[i] != links->tcp || links->tcp_too;
@@ -195,7 +197,9 @@ void sp_boot_refuse(const spccl_store *store, const sp_boot_config *c, spccl_sta
 
 static const char *schedule_text(uint32_t published)
 {
-    return published == 0 ? "auto" : sp_schedule_name((sp_schedule)(published - 1));
+    return published == 0               ? "auto"
+           : published == SP_BOOT_MODEL ? "model"
+                                        : sp_schedule_name((sp_schedule)(published - 1));
 }
 
 spccl_status sp_published_check(const sp_boot_config *c, int peer, const sp_published *p)
@@ -277,6 +281,20 @@ static spccl_status read_peers(const spccl_store *store, const sp_boot_config *c
     return SPCCL_OK;
 }
 
+/* What all ranks decide alike from what all published: whether their profiles are the same, and whether any forces a
+ * format. */
+static void compare_settings(sp_links *links, const sp_boot_config *c, const sp_published *all)
+{
+    links->any_forces = c->forces;
+    for (int peer = c->world_size - 1; peer >= 0; peer--) {
+        if (peer == c->rank)
+            continue;
+        links->any_forces |= sp_load_le32(all[peer].blob + SP_BOOT_FORCED_AT);
+        if (sp_load_le64(all[peer].blob + SP_BOOT_PROFILE_AT) != c->profile_hash)
+            links->other_profile = peer;
+    }
+}
+
 /* Read what the peers published, number the hosts, and connect. */
 static spccl_status meet_peers(sp_links *links, const spccl_store *store, const sp_boot_config *c)
 {
@@ -285,6 +303,8 @@ static spccl_status meet_peers(sp_links *links, const spccl_store *store, const 
     if (all == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "addresses of %d ranks", c->world_size);
     st = read_peers(store, c, all);
+    if (st == SPCCL_OK)
+        compare_settings(links, c, all);
     if (st == SPCCL_OK)
         st = number_hosts(links, all);
     if (st == SPCCL_OK)
@@ -299,6 +319,7 @@ static spccl_status open_links(sp_links *links, const spccl_store *store, const 
     links->rank = c->rank;
     links->world_size = c->world_size;
     links->message_max = SIZE_MAX;
+    links->other_profile = -1;
     links->peers = sp_calloc((size_t)c->world_size, sizeof *links->peers);
     if (links->peers == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "links to %d ranks", c->world_size);

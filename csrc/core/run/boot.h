@@ -36,8 +36,15 @@ typedef struct sp_links {
     uint8_t secret[SP_SECRET_BYTES];        /* for later connections, which exchange GPU memory */
     uint64_t group_tag;
     bool tcp_too, rates_decide; /* tcp is among the transports; as in sp_endpoint_config: for proxies too */
+    int other_profile;          /* a rank that has another profile than this one; -1: none */
+    uint32_t any_forces;        /* what some rank forces: SP_BOOT_FORCES_* */
     bool peers_know; /* this rank's address is in the store, or its failure came from there or from peers */
 } sp_links;
+
+#define SP_BOOT_FORCES_FORMAT                                                                                \
+    1u /* the format: frames of the same slice may have another bound than on other ranks */
+#define SP_BOOT_FORCES_SLICES 2u /* the slice size */
+#define SP_BOOT_MODEL 100u       /* sp_boot_config.schedule: automatic, by the cost model alone */
 
 typedef struct sp_boot_config {
     int rank, world_size;
@@ -48,9 +55,12 @@ typedef struct sp_boot_config {
     const char *host_id;    /* name of this rank's host; NULL or "": found */
     uint32_t n_sockets;     /* 0 = default */
     size_t queue_bytes;
-    uint32_t slice_bytes; /* published, so that ranks with another slice size fail at once */
-    uint32_t schedule;    /* likewise: 0 = automatic, else 1 + sp_schedule */
-    uint64_t plans_hash;  /* likewise: of the plan file; 0: none */
+    uint32_t slice_bytes;  /* published, so that ranks with another slice size fail at once */
+    uint32_t schedule;     /* likewise: 0 = automatic, SP_BOOT_MODEL, else 1 + sp_schedule */
+    uint64_t plans_hash;   /* likewise: of the plan file; 0: none */
+    const char *profile;   /* its path; NULL: none */
+    uint64_t profile_hash; /* published: of the profile; 0: none. Ranks with others use none */
+    uint32_t forces;       /* published: SP_BOOT_FORCES_* */
     int64_t deadline_ns;
 } sp_boot_config;
 

@@ -38,6 +38,11 @@ static spccl_status submit(spccl_comm *comm, sp_coll_args *a, spccl_request **re
     largest = sends_sums(a) ? sp_acc_dtype(a->dtype) : a->dtype;
     a->slice_elems =
         sp_tune_slice_elems(comm->slice_bytes, sp_dtype_bytes(largest), a->format, comm->links.message_max);
+    if (comm->tunes_slices)
+        a->slice_elems_max =
+            (comm->links.any_forces & SP_BOOT_FORCES_FORMAT) != 0
+                ? a->slice_elems
+                : sp_tune_slice_elems_max(a->slice_elems, sp_dtype_bytes(a->dtype), comm->queue_bytes);
     if (a->timeout_ms == 0)
         a->timeout_ms = comm->timeout_ms;
     st = sp_op_create(a, comm->world_size, &op);

@@ -7,6 +7,7 @@
 #include "core/format/tune_format.h"
 #include "core/plan/tune_coll.h"
 #include "core/run/gpu_part.h"
+#include "core/run/profile_file.h"
 
 #include <stdio.h>
 #include <sys/epoll.h>
@@ -20,11 +21,14 @@ static spccl_status read_schedule(spccl_comm *comm, const char *wanted, sp_boot_
 {
     const char *text = sp_env_text(SP_ENV_SCHEDULE);
     SP_TRY(sp_tune_parse_schedule(text, &comm->schedule_forced, &comm->schedule));
-    if (!comm->schedule_forced && wanted != NULL) {
+    if (strcmp(text, sp_env_describe(SP_ENV_SCHEDULE)->default_text) == 0 && wanted != NULL) {
         text = wanted;
         SP_TRY(sp_tune_parse_schedule(text, &comm->schedule_forced, &comm->schedule));
     }
-    boot->schedule = comm->schedule_forced ? 1 + (uint32_t)comm->schedule : 0;
+    comm->tunes = !comm->schedule_forced && strcmp(text, SP_TUNE_MODEL) != 0;
+    boot->schedule = comm->schedule_forced ? 1 + (uint32_t)comm->schedule : comm->tunes ? 0 : SP_BOOT_MODEL;
+    if (comm->tunes && strncmp(text, SP_TUNE_PROFILE, strlen(SP_TUNE_PROFILE)) == 0)
+        boot->profile = text + strlen(SP_TUNE_PROFILE);
     if (!comm->schedule_forced || comm->schedule != SP_SCHED_FILE)
         return SPCCL_OK;
     SP_TRY(sp_plan_set_read(text + strlen(SP_TUNE_FILE), &comm->plans));
@@ -80,6 +84,10 @@ static spccl_status read_settings(spccl_comm *comm, const spccl_config *config, 
                        comm->slice_bytes, SP_SLICE_BYTES_MIN);
     while (boot->queue_bytes < 8 * comm->slice_bytes) /* a queue holds several messages of the largest size */
         boot->queue_bytes *= 2;
+    comm->queue_bytes = boot->queue_bytes;
+    comm->tunes_slices = comm->tunes && n == 0 && config->slice_bytes == 0;
+    boot->forces = (comm->format != SPCCL_FORMAT_AUTO ? SP_BOOT_FORCES_FORMAT : 0) |
+                   (n != 0 || config->slice_bytes != 0 ? SP_BOOT_FORCES_SLICES : 0);
     boot->n_sockets = config->n_sockets;
     boot->host_id = name_of_host(config->host_id);
     boot->transports = sp_env_text(SP_ENV_TRANSPORTS);
@@ -148,6 +156,7 @@ static void comm_free(spccl_comm *comm)
 {
     sp_exec_fini(&comm->exec);
     sp_plan_set_destroy(comm->plans);
+    sp_profile_file_close(comm->profile);
     if (comm->epoll_fd >= 0)
         close(comm->epoll_fd);
     if (comm->wake_fd >= 0)
@@ -179,11 +188,19 @@ static spccl_status create_comm(const spccl_store *store, const spccl_config *co
     snprintf(comm->name, sizeof comm->name, "%s", boot->name);
     SP_TRY_TO(fail, st, read_settings(comm, config, boot));
     SP_TRY_TO(fail, st, sp_kernels_pick(&comm->kernels));
+    if (boot->profile != NULL)
+        SP_TRY_TO(fail, st, sp_profile_file_open(comm, boot->profile, &comm->profile));
+    boot->profile_hash = sp_profile_file_hash(comm->profile);
     boot->deadline_ns = sp_deadline_in_ms(comm->timeout_ms);
     SP_TRY_TO(fail, st, sp_links_open(&comm->links, store, boot));
     if (comm->plans != NULL)
         SP_TRY_TO(fail, st, sp_plan_set_select(comm->plans, comm->rank, comm->world_size, comm->links.hosts));
-    SP_TRY_TO(fail, st, sp_exec_init(&comm->exec, &comm->links, comm->kernels, comm->slice_bytes));
+    comm->tunes_slices = comm->tunes_slices && (comm->links.any_forces & SP_BOOT_FORCES_SLICES) == 0;
+    SP_TRY_TO(fail, st,
+              sp_exec_init(&comm->exec, &comm->links, comm->kernels,
+                           (comm->tunes_slices ? 2 : 1) * comm->slice_bytes));
+    comm->exec.chooser->tuner.on = comm->tunes && comm->world_size > 1;
+    comm->exec.chooser->profile = sp_profile_file_use(comm);
     SP_TRY_TO(fail, st, open_epoll(comm));
     *out = comm;
     return SPCCL_OK;
@@ -281,6 +298,7 @@ spccl_status spccl_comm_destroy(spccl_comm *comm)
         return SPCCL_OK;
     sp_gpu_part_here.detach(comm);
     sp_comm_stop(comm);
+    sp_profile_file_save(comm);
     comm_free(comm);
     return SPCCL_OK;
 }

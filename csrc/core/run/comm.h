@@ -41,9 +41,11 @@ struct spccl_comm {
     spccl_format format;
     bool schedule_forced;
     sp_schedule schedule;
-    sp_plan_set *plans; /* owned; of SP_SCHED_FILE, else NULL */
-    size_t slice_bytes;
-    char schedule_text[400]; /* of spccl_comm_describe_schedule */
+    sp_plan_set *plans;              /* owned; of SP_SCHED_FILE, else NULL */
+    bool tunes, tunes_slices;        /* tuner.h: schedules, and slice sizes */
+    struct sp_profile_file *profile; /* owned; NULL: none (profile_file.h) */
+    size_t slice_bytes, queue_bytes;
+    char schedule_text[500]; /* of spccl_comm_describe_schedule */
     char local_ip[80];       /* of spccl_comm_local_ip */
     const sp_kernels *kernels;
     sp_links links;

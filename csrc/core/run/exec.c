@@ -257,6 +257,7 @@ spccl_status sp_exec_retire(sp_exec *x, sp_op **out)
     if (op == NULL || op->plan == NULL || op->n_steps_left != 0 || !is_flushed(x, op))
         return SPCCL_OK;
     SP_TRY(sp_exec_check_surplus(x, op));
+    sp_measure_time(x, op);
     sp_chooser_end(x->chooser, &op->measured);
     x->past[x->n_past++ % SP_EXEC_PAST] = sp_op_call(op);
     x->n_ops--;

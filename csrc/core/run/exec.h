@@ -36,13 +36,13 @@ typedef struct sp_coll_args {
     int root;
     bool is_forced; /* the schedule: else the executor chooses it */
     sp_schedule schedule;
-    const sp_written_plan *written; /* borrowed; of SP_SCHED_FILE, else NULL */
-    const char *plans;              /* borrowed; name of the plan file; NULL: none */
-    const sp_hosts *hosts;          /* borrowed; NULL: one host */
-    size_t slice_elems;
-    spccl_format format; /* AUTO or forced */
-    int64_t timeout_ms;  /* 0: the communicator's */
-    int64_t deadline_ns; /* 0: timeout_ms after the call */
+    const sp_written_plan *written;      /* borrowed; of SP_SCHED_FILE, else NULL */
+    const char *plans;                   /* borrowed; name of the plan file; NULL: none */
+    const sp_hosts *hosts;               /* borrowed; NULL: one host */
+    size_t slice_elems, slice_elems_max; /* the largest that the tuner may try; 0: no other */
+    spccl_format format;                 /* AUTO or forced */
+    int64_t timeout_ms;                  /* 0: the communicator's */
+    int64_t deadline_ns;                 /* 0: timeout_ms after the call */
 } sp_coll_args;
 
 /* Of a reduce-scatter or an all-reduce. */
@@ -90,7 +90,7 @@ struct sp_op {
     void *owner; /* spccl_request of the call */
     sp_coll_args a;
     uint32_t seq;
-    int64_t deadline_ns;
+    int64_t submitted_ns, deadline_ns;
     size_t elem_bytes;
     bool non_temporal; /* the output is larger than the caches: use non-temporal stores */
     bool is_started;
@@ -107,6 +107,7 @@ struct sp_op {
     size_t kept_bytes;       /* capacity of the buffer of each */
     void *order_memory;      /* the three above */
     sp_measured measured;
+    uint32_t time_code; /* in its envelopes (tuner.h) */
 };
 
 /* The last choice for one kind of call, for texts. */
@@ -160,6 +161,8 @@ typedef struct sp_exec {
     /* Of envelopes: the slowest link inside this rank's host, and a rank of another host; -1 = none. */
     double local_ns;
     int remote_peer;
+    uint32_t time_codes[SP_TUNER_FLIGHTS]; /* of carrier k (tuner.h) at k % SP_TUNER_FLIGHTS */
+    int64_t ended_ns;                      /* when the last call ended */
     sp_exec_stats stats;
 } sp_exec;
 

@@ -6,7 +6,7 @@
 
 #include <stdio.h>
 
-#define TEXT_CAP 300
+#define TEXT_CAP 400
 
 void sp_exec_note(sp_exec *x, const sp_op *op, const char *what, const sp_choice *choice)
 {
@@ -79,13 +79,23 @@ spccl_status sp_exec_choose(sp_exec *x, sp_op *op)
                          .format = SPCCL_FORMAT_AUTO}; /* not op->a.format: ranks may force different ones */
     uint32_t n_evaluated = x->chooser->n_evaluated;
     const sp_choice *choice;
-    SP_TRY(sp_choose(x->chooser, &call, (uint8_t)op->a.dtype, &choice));
+    if (x->chooser->tuner.on && !op->a.is_forced)
+        SP_TRY(sp_choose_tuned(x->chooser, &call, (uint8_t)op->a.dtype, (uint32_t)op->a.slice_elems_max,
+                               &choice));
+    else
+        SP_TRY(sp_choose(x->chooser, &call, (uint8_t)op->a.dtype, &choice));
     if (!op->a.is_forced)
         op->a.schedule = choice->schedule;
-    op->measured = (sp_measured){.coll = op->a.coll, .dtype = (uint8_t)op->a.dtype, .n_elems = op->a.n_elems};
+    if (choice->tuned.slice_elems != 0)
+        op->a.slice_elems = choice->tuned.slice_elems;
+    op->measured = (sp_measured){.coll = op->a.coll,
+                                 .dtype = (uint8_t)op->a.dtype,
+                                 .n_elems = op->a.n_elems,
+                                 .carrier = choice->carrier};
+    op->time_code = sp_measure_told(x, choice->carrier);
     if (x->chooser->n_evaluated != n_evaluated)
         note_choice(x, op, choice);
-    sp_exec_note(x, op, op->a.is_forced ? "forced " : "chosen ", choice);
+    sp_exec_note(x, op, op->a.is_forced ? "forced " : choice->tuned.is_trial ? "tried " : "chosen ", choice);
     return SPCCL_OK;
 }
 

@@ -64,7 +64,7 @@ void sp_op_slice_done(sp_op *op, int step_idx);
 /* The buffer for slice k in a slot. */
 sp_kept *sp_op_kept(const sp_op *op, int slot, uint32_t k);
 
-/* ---- exec_measure.c: densities and rates for the choice of later schedules (choose.h) ---- */
+/* ---- exec_measure.c: densities, rates and times for the choice of later schedules (choose.h) ---- */
 
 /* Write bytes 32 to 47 of an envelope. */
 void sp_measure_write(uint8_t *envelope, sp_exec *x, const sp_slice *s);
@@ -73,6 +73,11 @@ void sp_measure_write(uint8_t *envelope, sp_exec *x, const sp_slice *s);
 void sp_measure_message(sp_exec *x, const sp_slice *s, const uint8_t *msg, size_t nnz);
 /* Count a message of a SEND step, if it goes to every other rank or is passed on to them. */
 void sp_measure_sent(sp_exec *x, const sp_slice *s, const sp_encoded *e);
+
+/* What this rank tells in the envelopes of a carrier (tuner.h): the code of its time of an earlier one. */
+uint32_t sp_measure_told(const sp_exec *x, uint32_t carrier);
+/* The op has ended. Its time began when the call was made, or when the call before it ended. */
+void sp_measure_time(sp_exec *x, const sp_op *op);
 
 /* exec_choose.c: choose the schedule of an op, unless it is forced, and note why. Errors: BUG. */
 spccl_status sp_exec_choose(sp_exec *x, sp_op *op);

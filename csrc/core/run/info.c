@@ -6,6 +6,7 @@
 #include "core/format/kernel_table.h"
 #include "core/plan/tune_coll.h"
 #include "core/run/gpu_part.h"
+#include "core/run/profile_file.h"
 
 #include <pthread.h>
 #include <stdbool.h>
@@ -96,9 +97,35 @@ static spccl_info_entry plans_entry(void)
                   "it"};
 }
 
+/* Whether groups of this process tune, and the profile. */
+static spccl_info_entry tuner_entry(void)
+{
+    static _Thread_local char profile_text[600];
+    const char *text = sp_env_text(SP_ENV_SCHEDULE), *path = text + strlen(SP_TUNE_PROFILE);
+    spccl_info_entry e = {
+        .kind = "schedule",
+        .name = "tuner",
+        .value = "on",
+        .why = "some calls try another candidate or slice size, and times of calls correct the "
+               "choice; off: SPCCL_SCHEDULE=model; saved: tune:PATH"};
+    if (strncmp(text, SP_TUNE_PROFILE, strlen(SP_TUNE_PROFILE)) == 0) {
+        e.value = "on, with a profile";
+        sp_profile_file_describe(path, profile_text, sizeof profile_text);
+        e.why = profile_text;
+    } else if (strcmp(text, "auto") != 0) {
+        e.value = "off";
+        e.why = "SPCCL_SCHEDULE";
+    }
+    return e;
+}
+
 static bool schedule_entry(size_t i, spccl_info_entry *out)
 {
     const char *forced = sp_env_text(SP_ENV_SCHEDULE);
+    if (i == SP_SCHED_FILE + 1) {
+        *out = tuner_entry();
+        return true;
+    }
     if (i == SP_SCHED_FILE) {
         *out = plans_entry();
         return true;
@@ -147,7 +174,7 @@ static bool setting_entry(size_t i, spccl_info_entry *out)
 static const struct {
     bool (*entry)(size_t i, spccl_info_entry *out);
     size_t n;
-} lists[] = {{kernel_entry, 0}, {transport_entry, 0}, {schedule_entry, SP_SCHED_FILE + 1},
+} lists[] = {{kernel_entry, 0}, {transport_entry, 0}, {schedule_entry, SP_SCHED_FILE + 2},
              {part_entry, 4},   {direct_entry, 0},    {setting_entry, SP_N_ENV}};
 
 /* Entry `i` of all lists. False if i is past the last. */
