@@ -3,6 +3,7 @@ published and taken over."""
 
 from __future__ import annotations
 
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -105,9 +106,10 @@ def test_refusals():
         assert torch.equal(y.view(torch.uint8), s.base.view(torch.uint8))
 
 
+@pytest.mark.parametrize("base", ["device", "pinned", "live"])
 @pytest.mark.parametrize("master", [torch.bfloat16, torch.float32])
-def test_publisher_and_subscriber(tmp_path, master):
-    """A trainer on the GPU; receivers on the GPU and on the CPU follow it bit for bit."""
+def test_publisher_and_subscriber(tmp_path, master, base, monkeypatch):
+    """A trainer on the GPU; receivers on the GPU and on the CPU follow it bit for bit, wherever its base is."""
     pytest.importorskip("safetensors")
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(700, 300), torch.nn.Linear(300, 500)).to("cuda", master)
@@ -115,13 +117,19 @@ def test_publisher_and_subscriber(tmp_path, master):
         device: torch.nn.Sequential(torch.nn.Linear(700, 300), torch.nn.Linear(300, 500)).to(device, torch.bfloat16)
         for device in ("cuda", "cpu")
     }
-    push = spccl.sync.Publisher(str(tmp_path), model, wire_dtype=torch.bfloat16)
+    monkeypatch.setattr(_encode, "BASE_BYTES", 500_000)  # a pinned base is read in two pieces
+    live = copy.deepcopy(model).to(torch.bfloat16)
+    where = live if base == "live" else base
+    push = spccl.sync.Publisher(str(tmp_path), model, wire_dtype=torch.bfloat16, base=where)
     pulls = {device: spccl.sync.Subscriber(str(tmp_path), replica) for device, replica in replicas.items()}
     for step in range(4):
         with torch.no_grad():
             for p in model.parameters():
                 p += (torch.rand_like(p, dtype=torch.float32) < 0.02) * 0.01 * (step != 0)
         version = push.publish()
+        assert push.verify() == version
+        assert all(x.is_pinned() == (base == "pinned") for x in push.base)
+        assert bits(live) == bits(model) or base != "live"
         for device, replica in replicas.items():
             assert pulls[device].apply() == version
             for want, got in zip(model.parameters(), replica.parameters(), strict=True):

@@ -17,6 +17,7 @@ Write = Callable[[str, dict[str, torch.Tensor], tuple[int, ...]], File]  # a del
 
 SLICE_ELEMS = 1 << 16  # of a frame; parts are of whole slices
 PART_ELEMS, N_PARTS = 1 << 22, 4096  # parts are of the first, or larger: so many of a model
+BASE_BYTES = 256 << 20  # of a base in host memory, copied to a GPU at a time
 GPU_PART_ELEMS, GPU_N_PARTS = 1 << 24, 512  # a part costs the host about what a GPU needs for a million elements
 
 
@@ -49,7 +50,7 @@ class Writer:
         """Encode what differs from the base. Returns the parts of each tensor that changed."""
         parts: list[list[Part]] = [[] for _ in base]
         # Small parts, so that a rank of a sharded receiver reads few others' elements.
-        device = base[0].device if base else torch.device("cpu")
+        device = now[0][0].device if now else torch.device("cpu")
         least, n_parts = (PART_ELEMS, N_PARTS) if device.type == "cpu" else (GPU_PART_ELEMS, GPU_N_PARTS)
         part_elems = max(least, sum(x.numel() for x in base) // n_parts)
         todo = [
@@ -60,7 +61,7 @@ class Writer:
         out = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
         used, flats = 0, _Flats(now, base)
         while todo:
-            n_taken = _fitting(todo, base, self.staging_bytes - used)
+            n_taken = _fitting(todo, base, self.staging_bytes - used, flats.most_base_bytes)
             if n_taken == 0:
                 self._flush(out[:used])
                 used = 0
@@ -77,7 +78,7 @@ class Writer:
             used += -(-(frames[-1].offset + frames[-1].bytes) // 8) * 8
         is_only = not self.files
         self._flush(out[:used])
-        self.kept = out if is_only else None
+        self.kept = out[:used] if is_only else None
         return [tuple(found) for found in parts]
 
     def _flush(self, frames: torch.Tensor) -> None:
@@ -114,9 +115,9 @@ class Writer:
         return tuple(files)
 
 
-def rounded(x: torch.Tensor, dtype: torch.dtype, copy: bool = False) -> torch.Tensor:
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A contiguous tensor of `dtype`, with the bits of deltas: a NaN keeps sign and payload, which torch drops."""
-    y = x.to(dtype, copy=copy).contiguous()
+    y = x.to(dtype).contiguous()
     if dtype == x.dtype or not bool(torch.isnan(y).any()):
         return y
     target = flat(y)
@@ -127,21 +128,29 @@ def rounded(x: torch.Tensor, dtype: torch.dtype, copy: bool = False) -> torch.Te
     return y
 
 
+def is_far(x: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether the base is in host memory, the tensor on a GPU."""
+    return x.device != base.device
+
+
 class _Flats:
-    """Parts of tensors, [n]; of one that is not contiguous by a copy that lives for one call."""
+    """Parts of tensors, [n]; of one that is not contiguous, and of a base in host memory, copies that live for one
+    call, the latter of at most `most_base_bytes`, or one part."""
 
     def __init__(self, now: Pairs, base: Sequence[torch.Tensor]):
         self.now = [flat(x) if x.is_contiguous() else x for x, _ in now]
         self.base = [flat(x) for x in base]
+        self.is_far = any(is_far(x, y) for x, y in zip(self.now, self.base, strict=True))
+        self.most_base_bytes = BASE_BYTES if self.is_far else None
 
     def source(self, place: int, first: int, n: int, copies: dict[int, torch.Tensor]) -> delta.Source:
         x = self.now[place]
         if not x.is_contiguous():
             x = copies[place] = copies[place] if place in copies else flat(x.contiguous())
         base = self.base[place]
-        if n == base.numel():
-            return delta.Source(x, base)
-        return delta.Source(x[first : first + n], base[first : first + n], first=first)
+        if n != base.numel():
+            x, base = x[first : first + n], base[first : first + n]
+        return delta.Source(x, base.to(x.device, non_blocking=True) if self.is_far else base, first=first)
 
 
 def _cut(n_elems: int, dtype: torch.dtype, staging_bytes: int, part_elems: int) -> list[tuple[int, int]]:
@@ -155,9 +164,15 @@ def _cut(n_elems: int, dtype: torch.dtype, staging_bytes: int, part_elems: int) 
     return [(first, min(most, n_elems - first)) for first in range(0, n_elems, most)]
 
 
-def _fitting(todo: Sequence[tuple[int, int, int]], base: Sequence[torch.Tensor], room: int) -> int:
-    """How many of the parts fit into `room` bytes, whatever changed in them."""
+def _fitting(
+    todo: Sequence[tuple[int, int, int]], base: Sequence[torch.Tensor], room: int, base_room: int | None
+) -> int:
+    """How many of the parts fit into `room` bytes, whatever changed in them, and their base into `base_room`."""
     for count, (place, _, n) in enumerate(todo):
+        if base_room is not None:
+            base_room -= n * base[place].itemsize
+            if base_room < 0 and count:
+                return count
         room -= -(-delta.bound(n, frame_dtype(base[place].dtype)) // 8) * 8
         if room < 0:
             return count

@@ -14,7 +14,7 @@ import torch
 
 from spccl.errors import ArgumentError, Error, PeerError, StateError
 
-from . import _blob, _encode, _route, _staged
+from . import _blob, _route, _staged
 from ._encode import Writer
 from ._group import Group, Received, all_gpus
 from ._source import Source
@@ -46,8 +46,8 @@ class GroupPublisher(Publisher):
         folder: a `Communicator`, or a process group of torch.distributed that takes CPU tensors. If it takes CUDA
             tensors too ("spccl", "cpu:gloo,cuda:nccl"), and all ranks' tensors are on GPUs of their own, frames go from
             GPU to GPU.
-        tensors, wire_dtype, staging_bytes, key: as of `Publisher`. A change of more than `staging_bytes` is sent as the
-            weights themselves.
+        tensors, wire_dtype, staging_bytes, key, base: as of `Publisher`. A change of more than `staging_bytes` is sent
+            as the weights themselves.
         keep: deltas that are kept for receivers that failed to take them, of at most `staging_bytes` together, where
             the tensors are (of a GPU: in its memory).
 
@@ -63,12 +63,13 @@ class GroupPublisher(Publisher):
         keep: int = 4,
         staging_bytes: int | None = None,
         key: int | None = None,
+        base: str | Tensors = "device",
     ):
         if keep < 0:
             raise ArgumentError(f"publisher: keep={keep}: wanted at least 0")
         self.keep = keep
         self._group = Group("publisher", folder)
-        self._begin(tensors, wire_dtype, staging_bytes, key)
+        self._begin(tensors, wire_dtype, staging_bytes, key, base)
         self._sent: list[_Sent] = []  # oldest first
         self._needs_anchor = False
         self._number: int | None = None  # of the last version that all took; the base may lack it
@@ -135,6 +136,13 @@ class GroupPublisher(Publisher):
         self._stats = _stats(manifest)
         return version
 
+    def _require_untouched(self) -> None:
+        try:
+            super()._require_untouched()
+        except BaseException:
+            self._sent = []  # the next version is the weights themselves
+            raise
+
     def _knows(self, record: dict[str, Any]) -> bool:
         """Whether a receiver has a version of which the deltas to the base are kept."""
         known = {(one.manifest.version, one.sha256) for one in self._sent}
@@ -195,8 +203,7 @@ class GroupPublisher(Publisher):
             return file
 
         try:
-            now = [(x, x.dtype) for x in self.base] if self._have is None else self._now()
-            Writer(send, self._key, self.staging_bytes).anchor(manifest.tensors, now)
+            Writer(send, self._key, self.staging_bytes).anchor(manifest.tensors, self._weights(self._now()))
         except BaseException as error:
             self._group.abort(f"{type(error).__name__}: {error}")  # receivers wait for the rest
             raise
@@ -206,7 +213,9 @@ class GroupPublisher(Publisher):
         before, sent = self._have, self._sent
         self._have, self._sent = None, []
         try:
-            if before is not None:
+            if before is None:
+                self._fill_live(new.manifest)
+            else:
                 self._advance_base(writer, new)
         except BaseException:
             self.base = []
@@ -218,12 +227,9 @@ class GroupPublisher(Publisher):
 
     def _advance_base(self, writer: Writer, new: _Sent) -> None:
         if writer.kept is not None:
-            step = _route.Step(new.manifest, new.sha256, False)
-            boxes = _encode.boxes(new.manifest.tensors, self.base)
-            _staged.change_of(step, boxes, _staged.frames_of(writer.kept, new.manifest)).apply()
-            return
-        for base, (x, dtype) in zip(self.base, self._now(), strict=True):
-            base.copy_(_encode.rounded(x, dtype))
+            self._apply_kept(writer.kept, new.manifest, new.sha256)
+        else:
+            self._fill(self._now())
 
     def verify(self) -> int | None:
         """Read the base. Raises: MismatchError that names a tensor of it that was changed; StateError: there is none,

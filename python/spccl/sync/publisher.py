@@ -17,6 +17,7 @@ import torch
 from spccl.errors import ArgumentError, MismatchError, StateError
 
 from . import _encode, _folder, _route, _staged, delta
+from ._base import Base
 from ._encode import Writer
 from ._lock import Lock
 from ._source import Folder
@@ -62,6 +63,11 @@ class Publisher:
         anchor_share: see above; 0: every version has an anchor.
         staging_bytes: the most bytes of encoded changes in memory; None: 1/8 of the weights, at least 4 MiB.
         key: of the checksums, 64 bits; None: chosen at random with version 1.
+        base: where the copy of the last version is: "device", with the tensors; "pinned", in pinned memory of the host,
+            for tensors on a GPU; or a model or tensors, with the names, shapes and dtypes that travel, on the tensors'
+            device: the live copy of float32 masters. Then there is no other one: `publish` compares the rounded masters
+            with it, and overwrites it when the version is in place. Nothing else may write to it. In a folder that has
+            versions it becomes the newest one here.
         before_write, after_write: called with the folder's path before a version is written, with the version's path
             when it is there. What `after_write` raises passes through: the version stays published.
 
@@ -79,6 +85,7 @@ class Publisher:
         anchor_share: float = 0.5,
         staging_bytes: int | None = None,
         key: int | None = None,
+        base: str | Tensors = "device",
         before_write: Callable[[Path], object] | None = None,
         after_write: Callable[[Path], object] | None = None,
     ):
@@ -89,7 +96,7 @@ class Publisher:
         self._source = Folder(self.folder)
         self.keep, self.anchor_share = keep, anchor_share
         self.before_write, self.after_write = before_write, after_write
-        self._begin(tensors, wire_dtype, staging_bytes, key)
+        self._begin(tensors, wire_dtype, staging_bytes, key, base)
         self._latest: Latest | None = None
         self._pending: Latest | None = None  # what `latest` may be after a publish that failed
         self._chain: list[_Link] = []
@@ -114,7 +121,9 @@ class Publisher:
             cls = GroupPublisher
         return object.__new__(cls)
 
-    def _begin(self, tensors: Tensors, wire_dtype: Any, staging_bytes: int | None, key: int | None) -> None:
+    def _begin(
+        self, tensors: Tensors, wire_dtype: Any, staging_bytes: int | None, key: int | None, base: str | Tensors
+    ) -> None:
         """The part that does not depend on where versions go."""
         if key is not None and not 0 <= key < 1 << 64:
             raise ArgumentError(f"publisher: key={key}: wanted 64 bits")
@@ -129,6 +138,7 @@ class Publisher:
         )
         self._key = secrets.randbits(64) if key is None else key
         self.base: list[torch.Tensor] = []
+        self._base = Base(base, self._entries(), self._tensors)
         self._have: _route.Have | None = None  # what `base` holds
         self._stats: dict[str, int] = {}
 
@@ -153,9 +163,9 @@ class Publisher:
         return self._lock.epoch
 
     def stats(self) -> dict[str, int]:
-        """Memory: base_bytes, staging_bytes (the most). Of the last `publish`, once there is one: version,
-        delta_bytes, anchor_bytes (0: it has none), elements, changed (elements)."""
-        base_bytes = sum(x.numel() * x.itemsize for x in self.base)
+        """Memory: base_bytes (0: a live copy is the base), staging_bytes (the most). Of the last `publish`, once there
+        is one: version, delta_bytes, anchor_bytes (0: it has none), elements, changed (elements)."""
+        base_bytes = 0 if self._base.is_live else sum(x.numel() * x.itemsize for x in self.base)
         return {"base_bytes": base_bytes, "staging_bytes": self.staging_bytes, **self._stats}
 
     def _check_names(self, wire_dtype: object) -> None:
@@ -189,13 +199,11 @@ class Publisher:
         self._have, self._latest = None, _folder.read_latest(self.folder)
         if self._latest is None:
             return
-        pairs = list(zip(self._tensors, self._dtypes, strict=True))
         newest = self._source.manifest(self._latest.version, self._latest.sha256)
-        _require_same(self.folder, newest, [_entry(one, dtype, None, 0) for one, dtype in pairs])
+        _require_same(self.folder, newest, self._entries())
         if key not in (None, newest.key):
             raise ArgumentError(f"publisher: key={key:#x}, {self.folder} has {newest.key:#x}: leave it out")
-        if not self.base:
-            self.base = [torch.empty(x.shape, dtype=dtype, device=x.device) for x, dtype in self._now()]
+        self._take_base(self._now())
         bases = zip(self._tensors, self.base, strict=True)
         places = {one.name: [delta.Place.whole(x)] if x.numel() else [] for one, x in bases}
         reader = Subscriber(self.folder, places=places, staging_bytes=self.staging_bytes)
@@ -211,6 +219,17 @@ class Publisher:
             manifest = self._source.manifest(manifest.parent, str(manifest.parent_sha256))
             chain.append(_Link.of(manifest))
         return chain[::-1]
+
+    def _entries(self) -> list[Entry]:
+        pairs = zip(self._tensors, self._dtypes, strict=True)
+        return [Entry(one.name, one.also, dtype_name(dtype), tuple(one.tensor.shape), None, 0) for one, dtype in pairs]
+
+    def _take_base(self, now: _encode.Pairs) -> None:
+        """`base` becomes memory with any values, or the live copy as it is."""
+        if self._base.is_live:
+            self.base = self._base.find(self._entries(), self._tensors)
+        elif not self.base:
+            self.base = self._base.make([x for x, _ in now], self._dtypes)
 
     def _now(self) -> list[tuple[torch.Tensor, torch.dtype]]:
         """The tensors as they are, and their dtypes on the wire.
@@ -280,9 +299,11 @@ class Publisher:
         now = self._now()
         before = self._have
         if before is None:
-            self.base = [_encode.rounded(x, dtype, copy=True) for x, dtype in now]
-            rows = [(None, self._sum(x), ()) for x in self.base]
+            rows = [(None, found, ()) for found in self._first(now)]
         else:
+            if self._base.is_live:
+                self._take_base(now)
+                self._require_untouched()
             parts = writer.delta(now, self.base)
             rows = [
                 (old.sum, _encode.sum_after(old, found), found)
@@ -294,10 +315,36 @@ class Publisher:
         )
         anchor = ()
         if before is None or self._wants_anchor(writer):
-            anchor = writer.anchor(entries, now if before is not None else [(x, x.dtype) for x in self.base])
+            anchor = writer.anchor(entries, self._weights(now))
         parent = None if before is None else before.version
         parent_sha256 = None if before is None else before.sha256
         return Manifest(version, self.epoch, self._key, parent, parent_sha256, entries, tuple(writer.files), anchor)
+
+    def _first(self, now: _encode.Pairs) -> list[int]:
+        """Of weights of which receivers have nothing yet: their sums. A base of this object's own takes them now."""
+        self._take_base(now)
+        if self._base.is_live:
+            return [self._sum(_encode.rounded(x, dtype)) for x, dtype in now]
+        self._fill(now)
+        return [self._sum(x) for x in self.base]
+
+    def _fill(self, now: _encode.Pairs) -> None:
+        """Write all of the base."""
+        for base, (x, dtype) in zip(self.base, now, strict=True):
+            base.copy_(_encode.rounded(x, dtype))
+
+    def _weights(self, now: _encode.Pairs) -> _encode.Pairs:
+        """What an anchor is made of. The first version's is the base, so that a change of tensors meanwhile is none."""
+        return now if self._have is not None or self._base.is_live else [(x, x.dtype) for x in self.base]
+
+    def _require_untouched(self) -> None:
+        """Raises: MismatchError if others wrote to the live copy: a change that it has already would not be sent. The
+        next publish begins with what receivers have."""
+        try:
+            self._verify_base()
+        except MismatchError as error:
+            self._have = None
+            raise MismatchError(f"{error}: others wrote to the live copy, which only publish may overwrite") from error
 
     def _sum(self, x: torch.Tensor) -> int:
         return _encode.sum_of(x, self._key)
@@ -333,18 +380,35 @@ class Publisher:
         """The base becomes the version that is in place now. If this fails, the next publish reads it again."""
         before, self._have = self._have, None
         have = _route.Have(manifest.version, self._latest.sha256, manifest.tensors)
-        if before is not None:
-            boxes = _encode.boxes(manifest.tensors, self.base)
+        if before is None:
+            self._fill_live(manifest)
+        elif writer.kept is not None:
+            self._apply_kept(writer.kept, manifest, have.sha256)
+        else:
             step = _route.Step(manifest, have.sha256, False)
-            if writer.kept is not None:
-                _staged.change_of(step, boxes, _staged.frames_of(writer.kept, manifest)).apply()
-            else:
-                files = _staged.open_files(self._source, [step])
-                try:
-                    _staged.commit_large(files, [step], boxes)
-                finally:
-                    _staged.close_files(files)
+            files = _staged.open_files(self._source, [step])
+            try:
+                _staged.commit_large(files, [step], _encode.boxes(manifest.tensors, self.base))
+            finally:
+                _staged.close_files(files)
         self._have = have
+
+    def _fill_live(self, manifest: Manifest) -> None:
+        """A live copy becomes the first version, now that receivers have it. Raises: StateError as `publish`."""
+        if not self._base.is_live:
+            return
+        self._fill(self._now())
+        for entry, x in zip(manifest.tensors, self.base, strict=True):
+            if self._sum(x) != entry.sum:
+                raise StateError(f"publisher: tensor {entry.name!r} was changed while it was published")
+
+    def _apply_kept(self, frames: torch.Tensor, manifest: Manifest, sha256: str) -> None:
+        """The base takes over a change, of which these are all frames."""
+        if self.base:
+            frames = frames.to(self.base[0].device)
+        boxes = _encode.boxes(manifest.tensors, self.base)
+        step = _route.Step(manifest, sha256, False)
+        _staged.change_of(step, boxes, _staged.frames_of(frames, manifest)).apply()
 
     def _remove_old(self, newest: Manifest) -> None:
         """Remove versions before the anchor that the oldest kept version needs."""
@@ -407,10 +471,6 @@ def _stats(manifest: Manifest) -> dict[str, int]:
 
 def _kind(one: Named) -> tuple[object, ...]:
     return *one.names, dtype_name(one.tensor.dtype), list(one.tensor.shape)
-
-
-def _entry(one: Named, dtype: torch.dtype, before: int | None, after: int) -> Entry:
-    return Entry(one.name, one.also, dtype_name(dtype), tuple(one.tensor.shape), before, after)
 
 
 def _require_same(folder: Path, newest: Manifest, mine: Sequence[Entry]) -> None:

@@ -1,0 +1,94 @@
+"""Where a publisher keeps what its receivers have: memory of its own, or a live copy that it overwrites."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from spccl.errors import ArgumentError, OutOfMemoryError
+
+from ._tensors import Named, Tensors, boxes_of_model, kept, named_tensors
+from .manifest import Entry
+
+_ALIGN = 64
+
+
+class Base:
+    """Makes the tensors of a base, one for each tensor that is published, with the dtypes that travel.
+
+    Args: where: "device": memory where the weights are; "pinned": memory of the host that is pinned for a GPU; or a
+        model or tensors: the live copy.
+    """
+
+    def __init__(self, where: str | Tensors, entries: Sequence[Entry], tensors: Sequence[Named]):
+        self.is_live = not isinstance(where, str)
+        self._pinned: list[torch.Tensor] = []
+        if not self.is_live and where not in ("device", "pinned"):
+            raise ArgumentError(f"publisher: base={where!r}: wanted device, pinned, or the live copy")
+        self._where = kept(where) if self.is_live else where
+        if self.is_live:
+            self.find(entries, tensors)
+        elif where == "pinned" and tensors[0].tensor.device.type != "cuda":
+            raise ArgumentError("publisher: base='pinned': the tensors are in host memory: leave it out")
+
+    def make(self, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        """Memory for the base; it has any values."""
+        pairs = list(zip(tensors, dtypes, strict=True))
+        if self._where == "device":
+            return [torch.empty(x.shape, dtype=dtype, device=x.device) for x, dtype in pairs]
+        if not self._pinned:
+            self._pinned = self._pin(pairs)
+        return self._pinned
+
+    def _pin(self, pairs: Sequence[tuple[torch.Tensor, torch.dtype]]) -> list[torch.Tensor]:
+        """One block that is pinned as it is: torch would round the size of each tensor up to a power of two."""
+        sizes = [x.numel() * dtype.itemsize for x, dtype in pairs]
+        starts = [0, *itertools.accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes)]
+        block = torch.empty(max(starts[-1], _ALIGN), dtype=torch.uint8)
+        status = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0))
+        if status != 0:
+            raise OutOfMemoryError(
+                f"publisher: base: cudaHostRegister of {block.numel()} bytes of host memory: error {status} of CUDA"
+            )
+        weakref.finalize(self, _unpin, block).atexit = False
+        return [
+            block[start : start + size].view(dtype).view(x.shape)
+            for start, size, (x, dtype) in zip(starts, sizes, pairs, strict=False)
+        ]
+
+    def find(self, entries: Sequence[Entry], tensors: Sequence[Named]) -> list[torch.Tensor]:
+        """The live copy as it is now: a model may have other parameters than before.
+
+        Raises: MismatchError, UnsupportedError that name the tensor which is not as published; ArgumentError.
+        """
+        live = named_tensors("publisher: base", self._where)
+        boxes = boxes_of_model("publisher: base", entries, live)
+        for one, places in zip(tensors, boxes, strict=True):
+            if len(places) > 1:
+                raise ArgumentError(f"publisher: base: {', '.join(one.names)} are one tensor, and apart in the base")
+        spans = [(one.tensor.data_ptr(), _bytes(one.tensor), one.name, True) for one in live]
+        spans += [(one.tensor.data_ptr(), _bytes(one.tensor), one.name, False) for one in tensors]
+        spans = sorted(span for span in spans if span[1])
+        for (start, n_bytes, name, is_base), (other, _, _, other_is_base) in itertools.pairwise(spans):
+            if is_base != other_is_base and other < start + n_bytes:
+                raise ArgumentError(
+                    f"publisher: base: {name} lies in the memory of what is published: it never differs"
+                )
+        if live[0].tensor.device != tensors[0].tensor.device:
+            here = tensors[0].tensor.device
+            raise ArgumentError(
+                f"publisher: base: on {live[0].tensor.device}, the tensors on {here}: wanted one device"
+            )
+        by_name = {name: one.tensor.detach() for one in live for name in one.names}
+        return [by_name[one.name] for one in tensors]
+
+
+def _bytes(x: torch.Tensor) -> int:
+    return x.numel() * x.itemsize
+
+
+def _unpin(block: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
