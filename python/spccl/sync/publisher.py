@@ -409,6 +409,8 @@ class Publisher:
         boxes = _encode.boxes(manifest.tensors, self.base)
         step = _route.Step(manifest, sha256, False)
         _staged.change_of(step, boxes, _staged.frames_of(frames, manifest)).apply()
+        if self._base.is_live:
+            _staged.settle(boxes)  # the trainer may use it on any stream
 
     def _remove_old(self, newest: Manifest) -> None:
         """Remove versions before the anchor that the oldest kept version needs."""
