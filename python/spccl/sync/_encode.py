@@ -41,8 +41,8 @@ class Writer:
     `files`: the delta's. `kept`: the frames of the only one of them, still in memory; None if there are several.
     """
 
-    def __init__(self, write: Write, key: int, staging_bytes: int):
-        self.write, self.key, self.staging_bytes = write, key, staging_bytes
+    def __init__(self, write: Write, key: int, staging_bytes: int, raw: bool = False):
+        self.write, self.key, self.staging_bytes, self.raw = write, key, staging_bytes, raw
         self.files: list[File] = []
         self.kept: torch.Tensor | None = None
 
@@ -69,7 +69,7 @@ class Writer:
             taken, todo = todo[:n_taken], todo[n_taken:]
             copies: dict[int, torch.Tensor] = {}
             sources = [flats.source(*part, copies) for part in taken]
-            frames = delta.encode(sources, self.key, out[used:])
+            frames = delta.encode(sources, self.key, out[used:], self.raw)
             for (place, first, n), frame in zip(taken, frames, strict=True):
                 if frame.nnz:
                     at = used + frame.offset

@@ -136,7 +136,7 @@ def read_change(source: Source, step: Step, boxes: Boxes) -> Change:
 
 def _frames_of_file(blob: _blob.Blob, step: Step, boxes: Boxes, place: int) -> dict[Part, torch.Tensor]:
     """The frames of a file that a receiver needs, on its device."""
-    whole, device = _read_frames(blob, step, place), _device(boxes)
+    whole, device = read_frames(blob, step, place), _device(boxes)
     mine = dict.fromkeys(part for part, _ in _needed(step, boxes) if part.file == place)
     if sum(part.bytes for part in mine) < whole.numel() // 2:
         return _compact(whole, mine, device)
@@ -189,7 +189,7 @@ def _device(boxes: Boxes) -> torch.device:
     return next((box.place.dst.device for places in boxes for box in places), torch.device("cpu"))
 
 
-def _read_frames(blob: _blob.Blob, step: Step, place: int) -> torch.Tensor:
+def read_frames(blob: _blob.Blob, step: Step, place: int) -> torch.Tensor:
     """The frames of a delta's file. The manifest's numbers of changes are those of the frames."""
     mine = [(entry, part) for entry in step.manifest.tensors for part in entry.parts if part.file == place]
     least = max((part.offset + part.bytes for _, part in mine), default=0)

@@ -68,6 +68,7 @@ class Publisher:
             device: the live copy of float32 masters. Then there is no other one: `publish` compares the rounded masters
             with it, and overwrites it when the version is in place. Nothing else may write to it. In a folder that has
             versions it becomes the newest one here.
+        raw: True: deltas hold the new values as they are, for readers that have no old ones; up to twice the bytes.
         before_write, after_write: called with the folder's path before a version is written, with the version's path
             when it is there. What `after_write` raises passes through: the version stays published.
 
@@ -86,6 +87,7 @@ class Publisher:
         staging_bytes: int | None = None,
         key: int | None = None,
         base: str | Tensors = "device",
+        raw: bool = False,
         before_write: Callable[[Path], object] | None = None,
         after_write: Callable[[Path], object] | None = None,
     ):
@@ -94,7 +96,7 @@ class Publisher:
         _folder.need_safetensors()
         self.folder = Path(folder)
         self._source = Folder(self.folder)
-        self.keep, self.anchor_share = keep, anchor_share
+        self.keep, self.anchor_share, self.raw = keep, anchor_share, raw
         self.before_write, self.after_write = before_write, after_write
         self._begin(tensors, wire_dtype, staging_bytes, key, base)
         self._latest: Latest | None = None
@@ -260,7 +262,7 @@ class Publisher:
             self._seed(None)  # the last publish failed after the version was in place
         version = 1 if self._latest is None else self._latest.version + 1
         work = self.folder / f"{_folder.UNFINISHED}{_folder.version_name(version)}"
-        writer = Writer(lambda *file: _folder.write_tensors(work, *file), self._key, self.staging_bytes)
+        writer = Writer(lambda *file: _folder.write_tensors(work, *file), self._key, self.staging_bytes, self.raw)
         try:
             shutil.rmtree(work, ignore_errors=True)  # of a publish whose files could not be removed
             os.mkdir(work)

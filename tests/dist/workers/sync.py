@@ -44,8 +44,8 @@ def versions() -> None:
     """Three versions of float32 masters, by bfloat16. Frames of GPUs stay there, unless ranks share one."""
     net, want = Net(RANK), Net(0)
     one = member(net)
-    seen, read = set(), _staged._read_frames
-    _staged._read_frames = lambda blob, *args: (seen.add(blob.data.device.type), read(blob, *args))[1]
+    seen, read = set(), _staged.read_frames
+    _staged.read_frames = lambda blob, *args: (seen.add(blob.data.device.type), read(blob, *args))[1]
     for number in range(1, 4):
         assert step(one) == number == one.version == one.verify()
         assert state(net, torch.bfloat16) == state(want, torch.bfloat16)
