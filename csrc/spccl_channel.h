@@ -21,7 +21,7 @@ extern "C" {
 
 /* Changes with every struct below that kernels read. The library refuses a program whose kernels were compiled
  * with another one. */
-#define SPCCL_CHANNEL_LAYOUT 1u
+#define SPCCL_CHANNEL_LAYOUT 2u
 
 /* ---- what kernels take: plain structs, by value ---------------------------------------------------- */
 /* Only spccl_device.cuh uses the members. An address marked "host" is pinned memory, as the GPU sees it. */
@@ -31,7 +31,10 @@ extern "C" {
 typedef struct spccl_channel_state {
     uint64_t signals_sent, signals_taken;    /* signals_sent: of memory channels */
     uint64_t triggers_posted, triggers_done; /* of port channels; triggers_done: as last seen */
-    uint64_t reserved[4];
+    /* Of spccl_sync_blocks: how often all blocks have met; how many have come since. */
+    uint64_t blocks_met;
+    uint32_t blocks_here;
+    uint32_t reserved[5];
 } spccl_channel_state;
 
 /* Why a kernel gave up. Host memory. Only the first failure of a rank is written. */
@@ -39,15 +42,20 @@ typedef enum spccl_channel_fault {
     SPCCL_CHANNEL_NO_FAULT = 0,
     SPCCL_CHANNEL_NO_SIGNAL,  /* waited for signal number `wanted`; `seen` have come */
     SPCCL_CHANNEL_NO_PROXY,   /* waited until the proxy has carried out `wanted` triggers; it has `seen` */
-    SPCCL_CHANNEL_BAD_PUT,    /* bytes `wanted` to `seen` of a window: outside, or no multiples of 16 */
-    SPCCL_CHANNEL_BAD_THREAD, /* a put by thread `wanted` of `seen` */
-    SPCCL_CHANNEL_OTHER_CALL /* of the library's own channels: this rank gave `wanted` elements, the peer `seen` */
+    SPCCL_CHANNEL_BAD_PUT,    /* bytes `wanted` to `seen` of a memory: outside, or no multiples of 16 */
+    SPCCL_CHANNEL_BAD_THREAD, /* a put, a get or packets by thread `wanted` of `seen` */
+    /* Of the library's own channels: this rank gave `wanted` elements, the peer `seen`. */
+    SPCCL_CHANNEL_OTHER_CALL,
+    SPCCL_CHANNEL_NO_PACKET, /* waited for a packet with flag `wanted` at byte `limit`; its flag is `seen` */
+    SPCCL_CHANNEL_BAD_PACKETS, /* packets in bytes `wanted` to `seen` of a memory: outside, no multiples, or flag 0 */
+    SPCCL_CHANNEL_NO_BLOCK /* waited for `wanted` blocks; `seen` have come */
 } spccl_channel_fault;
 typedef struct spccl_channel_report {
     uint32_t fault; /* spccl_channel_fault; once it is not NO_FAULT, all members are valid */
     int32_t peer;
     uint32_t index, reserved;
     uint64_t wanted, seen;
+    uint64_t limit; /* of BAD_PUT and BAD_PACKETS: bytes of the memory */
 } spccl_channel_report;
 
 /* What both kinds of channels have. */
@@ -55,8 +63,9 @@ typedef struct spccl_channel_base {
     uint32_t layout; /* SPCCL_CHANNEL_LAYOUT */
     uint32_t index;  /* number of the channel, from 0 */
     int32_t rank, peer;
-    uint8_t *window;            /* this rank's */
-    uint64_t window_bytes;      /* of each rank's window */
+    uint8_t *window;            /* this rank's memory: its window, or one that was added */
+    uint64_t window_bytes;      /* of that */
+    uint64_t peer_bytes;        /* of the peer's memory, where puts go */
     uint64_t timeout_ns;        /* of each wait */
     spccl_channel_state *state; /* GPU */
     const uint64_t *signals;    /* how many signals the peer has sent */
@@ -67,25 +76,41 @@ typedef struct spccl_channel_base {
 
 typedef struct spccl_memory_channel {
     spccl_channel_base base;
-    uint8_t *peer_window;
+    uint8_t *peer_window;   /* the peer's memory */
     uint64_t *peer_signals; /* in the peer's memory: what its base.signals reads */
 } spccl_memory_channel;
 
-/* A request of a kernel to the proxy: one put or one signal. */
-typedef enum spccl_trigger_op { SPCCL_TRIGGER_PUT = 1, SPCCL_TRIGGER_SIGNAL = 2 } spccl_trigger_op;
+/* Packets: data and flag in one store. The flag is never 0 and differs from that of the use before. 16 bytes hold 8 of
+ * data, 8 hold 4: the formats LL16 and LL8 of MSCCL++. Little-endian, so flags are the upper halves of 8 bytes. */
+typedef struct spccl_packet16 {
+    uint32_t data1, flag1, data2, flag2;
+} spccl_packet16;
+typedef struct spccl_packet8 {
+    uint32_t data, flag;
+} spccl_packet8;
+
+/* A request of a kernel to the proxy: a put, a signal, or both: a put and then the signal. */
+typedef enum spccl_trigger_op {
+    SPCCL_TRIGGER_PUT = 1,
+    SPCCL_TRIGGER_SIGNAL = 2,
+    SPCCL_TRIGGER_PUT_SIGNAL = 3
+} spccl_trigger_op;
 typedef struct spccl_trigger {
-    uint32_t op;
-    uint32_t number;                  /* of the channel: spccl_port_channel.number */
+    uint16_t op;
+    uint8_t dst_memory,
+        src_memory;  /* of a put: numbers of memories of the peer and of this rank; 0: the window */
+    uint32_t number; /* of the channel: spccl_port_channel.number */
     uint64_t dst_off, src_off, bytes; /* of a put; of a signal 0 */
 } spccl_trigger;
 
 typedef struct spccl_port_channel {
     spccl_channel_base base;
-    spccl_trigger *fifo;    /* host, [fifo_triggers]: trigger n is at n modulo fifo_triggers */
-    uint64_t *posted;       /* host: triggers that the kernels have written */
-    const uint64_t *done;   /* host: triggers that the proxy has carried out */
-    uint32_t fifo_triggers; /* a power of two */
-    uint32_t number;        /* of the channel among all of this rank */
+    spccl_trigger *fifo;             /* host, [fifo_triggers]: trigger n is at n modulo fifo_triggers */
+    uint64_t *posted;                /* host: triggers that the kernels have written */
+    const uint64_t *done;            /* host: triggers that the proxy has carried out */
+    uint32_t fifo_triggers;          /* a power of two */
+    uint32_t number;                 /* of the channel among all of this rank */
+    uint32_t dst_memory, src_memory; /* numbers of the peer's memory and of this rank's */
 } spccl_port_channel;
 
 /* ---- the host --------------------------------------------------------------------------------------- */

@@ -58,6 +58,17 @@ __device__ __forceinline__ void sp_store16(void *p, uint4 v)
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
 }
+// Two words of 8 bytes, each of which is read or written whole.
+__device__ __forceinline__ ulonglong2 sp_load_relaxed2_sys(const void *p)
+{
+    ulonglong2 v;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ void sp_store_relaxed2_sys(void *p, ulonglong2 v)
+{
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(v.x), "l"(v.y) : "memory");
+}
 __device__ __forceinline__ uint64_t sp_clock_ns()
 {
     uint64_t t;
@@ -108,13 +119,14 @@ __device__ __forceinline__ uint64_t sp_poll(const uint64_t *word, uint64_t wante
 
 // Report a failure, unless this rank has reported one, and end all waits of this rank.
 inline __device__ __noinline__ void sp_channel_fail(const spccl_channel_base &c, uint32_t fault,
-                                                    uint64_t wanted, uint64_t seen)
+                                                    uint64_t wanted, uint64_t seen, uint64_t limit = 0)
 {
     if (atomicCAS(c.claimed, 0u, 1u) == 0) {
         c.report->peer = c.peer;
         c.report->index = c.index;
         c.report->wanted = wanted;
         c.report->seen = seen;
+        c.report->limit = limit;
         sp_fence_sys();
         sp_store_relaxed_sys(&c.report->fault, fault);
     }
@@ -129,15 +141,49 @@ inline __device__ __noinline__ bool sp_channel_wait(const spccl_channel_base &c,
                               [&](uint64_t seen) { sp_channel_fail(c, fault, wanted, seen); }) != 0;
 }
 
-__device__ __forceinline__ bool sp_channel_check(const spccl_channel_base &c, uint64_t dst_off,
-                                                 uint64_t bytes, bool aligned, bool reports)
+// An end beyond 2^64 is reported as 2^64 - 1.
+__device__ __forceinline__ uint64_t sp_channel_end(uint64_t off, uint64_t bytes)
 {
-    if (dst_off <= c.window_bytes && bytes <= c.window_bytes - dst_off && aligned && dst_off % 16 == 0 &&
-        bytes % 16 == 0)
+    return bytes > ~off ? ~(uint64_t)0 : off + bytes;
+}
+
+// Are bytes off to off + bytes inside a memory of `limit` bytes, all in multiples of 16?
+__device__ __forceinline__ bool sp_channel_check(const spccl_channel_base &c, uint64_t off, uint64_t bytes,
+                                                 uint64_t limit, bool aligned, bool reports)
+{
+    if (off <= limit && bytes <= limit - off && aligned && off % 16 == 0 && bytes % 16 == 0)
         return true;
-    if (reports) // an end beyond 2^64 is reported as 2^64 - 1
-        sp_channel_fail(c, SPCCL_CHANNEL_BAD_PUT, dst_off, bytes > ~dst_off ? ~(uint64_t)0 : dst_off + bytes);
+    if (reports)
+        sp_channel_fail(c, SPCCL_CHANNEL_BAD_PUT, off, sp_channel_end(off, bytes), limit);
     return false;
+}
+
+// Is this one of the threads that copy together? With n_threads 0 their loops would not end.
+__device__ __forceinline__ bool sp_channel_has(const spccl_channel_base &c, uint32_t thread,
+                                               uint32_t n_threads)
+{
+    if (thread < n_threads)
+        return true;
+    sp_channel_fail(c, SPCCL_CHANNEL_BAD_THREAD, thread, n_threads);
+    return false;
+}
+
+// The copy of put and get, by threads 0 to n_threads - 1. Four loads are under way before the first store: the compiler
+// moves no load over a store that may be to the same place.
+template <class STORE>
+__device__ __forceinline__ void sp_channel_copy(uint8_t *to, const uint4 *from, uint64_t bytes,
+                                                uint32_t thread, uint32_t n_threads, STORE store)
+{
+    uint64_t n = bytes / 16, i = thread, step = n_threads;
+    for (; i + 3 * step < n; i += 4 * step) {
+        uint4 v[4];
+        for (int k = 0; k < 4; k++)
+            v[k] = from[i + k * step];
+        for (int k = 0; k < 4; k++)
+            store(to + (i + k * step) * 16, v[k]);
+    }
+    for (; i < n; i += step)
+        store(to + i * 16, from[i]);
 }
 
 __device__ __forceinline__ bool sp_channel_take(const spccl_channel_base &c, uint32_t pause_ns)
@@ -147,6 +193,101 @@ __device__ __forceinline__ bool sp_channel_take(const spccl_channel_base &c, uin
         return false;
     c.state->signals_taken = wanted;
     return true;
+}
+
+// One thread of each block: wait until n_blocks have come. The last one lets the others go.
+inline __device__ __noinline__ bool sp_channel_meet(const spccl_channel_base &c, uint32_t n_blocks)
+{
+    spccl_channel_state *s = c.state;
+    uint64_t met = sp_load_relaxed_sys(&s->blocks_met); // does not change before this block has come
+    __threadfence();
+    uint32_t here = atomicAdd(&s->blocks_here, 1u) + 1;
+    if (here == n_blocks) {
+        __threadfence();
+        sp_store_relaxed_sys(&s->blocks_here, 0);
+        __threadfence();
+        sp_store_relaxed_sys(&s->blocks_met, met + 1);
+        return true;
+    }
+    return sp_poll(
+               &s->blocks_met, met + 1, c.abort, 0, [&] { return c.timeout_ns; },
+               [&](uint64_t) {
+                   sp_channel_fail(c, SPCCL_CHANNEL_NO_BLOCK, n_blocks, sp_load_relaxed_sys(&s->blocks_here));
+               }) != 0;
+}
+
+// ---- packets. DATA is what one holds: uint2 in 16 bytes, uint32_t in 8 ----
+
+__device__ __forceinline__ void sp_packet_store(uint8_t *at, uint2 v, uint32_t flag)
+{
+    uint64_t upper = (uint64_t)flag << 32;
+    ulonglong2 words;
+    words.x = upper | v.x;
+    words.y = upper | v.y;
+    sp_store_relaxed2_sys(at, words);
+}
+__device__ __forceinline__ void sp_packet_store(uint8_t *at, uint32_t v, uint32_t flag)
+{
+    sp_store_relaxed_sys((uint64_t *)at, (uint64_t)flag << 32 | v);
+}
+
+// Load a packet; *seen: a flag in it, that of the half which has not come if there is one.
+__device__ __forceinline__ void sp_packet_load(const uint8_t *at, uint32_t flag, uint2 *v, uint32_t *seen)
+{
+    ulonglong2 words = sp_load_relaxed2_sys(at);
+    uint32_t first = (uint32_t)(words.x >> 32), second = (uint32_t)(words.y >> 32);
+    v->x = (uint32_t)words.x;
+    v->y = (uint32_t)words.y;
+    *seen = first == flag ? second : first;
+}
+__device__ __forceinline__ void sp_packet_load(const uint8_t *at, uint32_t, uint32_t *v, uint32_t *seen)
+{
+    uint64_t word = sp_load_relaxed_sys((const uint64_t *)at);
+    *v = (uint32_t)word;
+    *seen = (uint32_t)(word >> 32);
+}
+
+// Wait for the packet at byte `off` of this rank's memory. Any thread, also many at the same time.
+template <class DATA>
+__device__ __forceinline__ bool sp_packet_wait(const spccl_channel_base &c, uint64_t off, uint32_t flag,
+                                               DATA *out)
+{
+    uint64_t start = 0, looked = 0;
+    for (uint32_t i = 1;; i++) {
+        uint32_t seen;
+        sp_packet_load(c.window + off, flag, out, &seen);
+        if (seen == flag)
+            return true;
+        if (i % 64 != 0)
+            continue;
+        uint64_t now = sp_clock_ns();
+        if (start == 0)
+            start = looked = now;
+        if (now - looked < sp_abort_poll_ns)
+            continue;
+        looked = now;
+        if (sp_load_relaxed_sys(c.abort) != 0)
+            return false;
+        if (now - start > c.timeout_ns) {
+            sp_channel_fail(c, SPCCL_CHANNEL_NO_PACKET, flag, seen, off);
+            return false;
+        }
+    }
+}
+
+// Are `bytes` of data as packets from byte `off` on inside a memory of `limit` bytes? Twice as many as the data.
+template <class DATA>
+__device__ __forceinline__ bool sp_packet_check(const spccl_channel_base &c, uint64_t off, const void *data,
+                                                uint64_t bytes, uint64_t limit, uint32_t flag, bool reports)
+{
+    constexpr uint64_t unit = sizeof(DATA);
+    if (off <= limit && bytes <= (limit - off) / 2 && off % (2 * unit) == 0 && bytes % unit == 0 &&
+        (uintptr_t)data % unit == 0 && flag != 0)
+        return true;
+    if (reports)
+        sp_channel_fail(c, SPCCL_CHANNEL_BAD_PACKETS, off,
+                        sp_channel_end(off, bytes > ~(uint64_t)0 / 2 ? ~(uint64_t)0 : 2 * bytes), limit);
+    return false;
 }
 
 // Words of port channels are in host memory: a thread that waits leaves PCIe to others.
@@ -170,6 +311,19 @@ inline __device__ __noinline__ bool sp_port_post(const spccl_port_channel &c, sp
     return true;
 }
 
+// Post a put, or a put with a signal.
+__device__ __forceinline__ bool sp_port_put(const spccl_port_channel &c, uint16_t op, uint64_t dst_off,
+                                            uint64_t src_off, uint64_t bytes)
+{
+    if (!sp_channel_check(c.base, dst_off, bytes, c.base.peer_bytes, true, true) ||
+        !sp_channel_check(c.base, src_off, bytes, c.base.window_bytes, true, true))
+        return false;
+    if (bytes == 0)
+        return op == SPCCL_TRIGGER_PUT || sp_port_post(c, {SPCCL_TRIGGER_SIGNAL, 0, 0, c.number, 0, 0, 0});
+    return sp_port_post(
+        c, {op, (uint8_t)c.dst_memory, (uint8_t)c.src_memory, c.number, dst_off, src_off, bytes});
+}
+
 } // namespace spccl_detail
 
 // ---- memory channels ----
@@ -187,25 +341,27 @@ __device__ __forceinline__ bool spccl_wait(const spccl_memory_channel &c)
 __device__ __forceinline__ bool spccl_put(const spccl_memory_channel &c, uint64_t dst_off, const void *src,
                                           uint64_t bytes, uint32_t thread, uint32_t n_threads)
 {
-    const uint4 *from = (const uint4 *)src;
-    if (thread >= n_threads) { // with n_threads 0 the loops below would not end
-        spccl_detail::sp_channel_fail(c.base, SPCCL_CHANNEL_BAD_THREAD, thread, n_threads);
+    if (!spccl_detail::sp_channel_has(c.base, thread, n_threads) ||
+        !spccl_detail::sp_channel_check(c.base, dst_off, bytes, c.base.peer_bytes, (uintptr_t)src % 16 == 0,
+                                        thread == 0))
         return false;
-    }
-    if (!spccl_detail::sp_channel_check(c.base, dst_off, bytes, (uintptr_t)src % 16 == 0, thread == 0))
+    spccl_detail::sp_channel_copy(c.peer_window + dst_off, (const uint4 *)src, bytes, thread, n_threads,
+                                  spccl_detail::sp_store16);
+    return true;
+}
+
+// Copy `bytes` from offset src_off of the peer's window to `dst`, any memory that this GPU can write. Threads, units and
+// failures as of spccl_put. The peer's data is there after a wait that took its signal and a barrier. The peer may
+// overwrite the data once all threads have returned, have met at a barrier, and one has signalled.
+__device__ __forceinline__ bool spccl_get(const spccl_memory_channel &c, void *dst, uint64_t src_off,
+                                          uint64_t bytes, uint32_t thread, uint32_t n_threads)
+{
+    if (!spccl_detail::sp_channel_has(c.base, thread, n_threads) ||
+        !spccl_detail::sp_channel_check(c.base, src_off, bytes, c.base.peer_bytes, (uintptr_t)dst % 16 == 0,
+                                        thread == 0))
         return false;
-    uint8_t *to = c.peer_window + dst_off;
-    uint64_t n = bytes / 16, i = thread, step = n_threads;
-    // Four loads are under way before the first store: the compiler moves no load over a volatile store.
-    for (; i + 3 * step < n; i += 4 * step) {
-        uint4 v[4];
-        for (int k = 0; k < 4; k++)
-            v[k] = from[i + k * step];
-        for (int k = 0; k < 4; k++)
-            spccl_detail::sp_store16(to + (i + k * step) * 16, v[k]);
-    }
-    for (; i < n; i += step)
-        spccl_detail::sp_store16(to + i * 16, from[i]);
+    spccl_detail::sp_channel_copy((uint8_t *)dst, (const uint4 *)(c.peer_window + src_off), bytes, thread,
+                                  n_threads, [](uint8_t *to, uint4 v) { *(uint4 *)to = v; });
     return true;
 }
 
@@ -227,6 +383,72 @@ __device__ __forceinline__ bool spccl_flush(const spccl_memory_channel &)
     return true;
 }
 
+// ---- packets of memory channels: each store carries its flag, so nobody signals, waits or fences ----
+
+// A packet says that its own data is there, and nothing of other stores. flag: not 0, and another than the last one at
+// this place. So nothing is reset between two uses. Before it is used again, the receiver must have read it.
+
+// Put one packet at offset dst_off of the peer's window. Any thread. v: uint2 for 16 bytes, uint32_t for 8, and dst_off
+// is a multiple of that.
+template <class DATA>
+__device__ __forceinline__ bool spccl_put_packet(const spccl_memory_channel &c, uint64_t dst_off, DATA v,
+                                                 uint32_t flag)
+{
+    if (!spccl_detail::sp_packet_check<DATA>(c.base, dst_off, nullptr, sizeof v, c.base.peer_bytes, flag,
+                                             true))
+        return false;
+    spccl_detail::sp_packet_store(c.peer_window + dst_off, v, flag);
+    return true;
+}
+
+// Wait for the packet at offset src_off of this rank's window, and store its data in *v. Any thread.
+template <class DATA>
+__device__ __forceinline__ bool spccl_get_packet(const spccl_memory_channel &c, DATA *v, uint64_t src_off,
+                                                 uint32_t flag)
+{
+    return spccl_detail::sp_packet_check<DATA>(c.base, src_off, nullptr, sizeof *v, c.base.window_bytes, flag,
+                                               true) &&
+           spccl_detail::sp_packet_wait(c.base, src_off, flag, v);
+}
+
+// Put `bytes` of data from `src` as packets, which fill 2 * bytes from offset dst_off of the peer's window on. Threads as
+// of spccl_put. DATA: uint2, packets of 16 bytes: src and bytes are multiples of 8, dst_off of 16. uint32_t, packets of 8
+// bytes: multiples of 4 and 8.
+template <class DATA = uint2>
+__device__ __forceinline__ bool spccl_put_packets(const spccl_memory_channel &c, uint64_t dst_off,
+                                                  const void *src, uint64_t bytes, uint32_t thread,
+                                                  uint32_t n_threads, uint32_t flag)
+{
+    if (!spccl_detail::sp_channel_has(c.base, thread, n_threads) ||
+        !spccl_detail::sp_packet_check<DATA>(c.base, dst_off, src, bytes, c.base.peer_bytes, flag,
+                                             thread == 0))
+        return false;
+    for (uint64_t i = thread; i < bytes / sizeof(DATA); i += n_threads)
+        spccl_detail::sp_packet_store(c.peer_window + dst_off + i * 2 * sizeof(DATA), ((const DATA *)src)[i],
+                                      flag);
+    return true;
+}
+
+// Wait for the packets of a put with the same DATA, bytes and flag, from offset src_off of this rank's window on, and
+// store their data to `dst`. Each thread waits for its own packets: other threads see their data after a barrier.
+template <class DATA = uint2>
+__device__ __forceinline__ bool spccl_get_packets(const spccl_memory_channel &c, void *dst, uint64_t src_off,
+                                                  uint64_t bytes, uint32_t thread, uint32_t n_threads,
+                                                  uint32_t flag)
+{
+    if (!spccl_detail::sp_channel_has(c.base, thread, n_threads) ||
+        !spccl_detail::sp_packet_check<DATA>(c.base, src_off, dst, bytes, c.base.window_bytes, flag,
+                                             thread == 0))
+        return false;
+    for (uint64_t i = thread; i < bytes / sizeof(DATA); i += n_threads) {
+        DATA v;
+        if (!spccl_detail::sp_packet_wait(c.base, src_off + i * 2 * sizeof(DATA), flag, &v))
+            return false;
+        ((DATA *)dst)[i] = v;
+    }
+    return true;
+}
+
 // ---- port channels ----
 
 // As of a memory channel. It polls host memory over PCIe: let one thread of a block wait, not all.
@@ -241,17 +463,20 @@ __device__ __forceinline__ bool spccl_wait(const spccl_port_channel &c)
 __device__ __forceinline__ bool spccl_put(const spccl_port_channel &c, uint64_t dst_off, uint64_t src_off,
                                           uint64_t bytes)
 {
-    if (!spccl_detail::sp_channel_check(c.base, dst_off, bytes, true, true) ||
-        !spccl_detail::sp_channel_check(c.base, src_off, bytes, true, true))
-        return false;
-    return bytes == 0 ||
-           spccl_detail::sp_port_post(c, {SPCCL_TRIGGER_PUT, c.number, dst_off, src_off, bytes});
+    return spccl_detail::sp_port_put(c, SPCCL_TRIGGER_PUT, dst_off, src_off, bytes);
 }
 
 // Signal the peer: all puts of this channel before are in its window when its wait returns. One thread.
 __device__ __forceinline__ bool spccl_signal(const spccl_port_channel &c)
 {
-    return spccl_detail::sp_port_post(c, {SPCCL_TRIGGER_SIGNAL, c.number, 0, 0, 0});
+    return spccl_detail::sp_port_post(c, {SPCCL_TRIGGER_SIGNAL, 0, 0, c.number, 0, 0, 0});
+}
+
+// spccl_put and spccl_signal in one trigger. One thread.
+__device__ __forceinline__ bool spccl_put_with_signal(const spccl_port_channel &c, uint64_t dst_off,
+                                                      uint64_t src_off, uint64_t bytes)
+{
+    return spccl_detail::sp_port_put(c, SPCCL_TRIGGER_PUT_SIGNAL, dst_off, src_off, bytes);
 }
 
 // Wait until the proxy has read the sources of all puts of this channel. They may then be overwritten. One thread.
@@ -259,6 +484,25 @@ __device__ __forceinline__ bool spccl_flush(const spccl_port_channel &c)
 {
     return spccl_detail::sp_channel_wait(c.base, c.done, c.base.state->triggers_posted,
                                          SPCCL_CHANNEL_NO_PROXY, spccl_detail::sp_port_pause_ns);
+}
+
+// spccl_put_with_signal, one trigger, and then spccl_flush. One thread.
+__device__ __forceinline__ bool spccl_put_with_signal_and_flush(const spccl_port_channel &c, uint64_t dst_off,
+                                                                uint64_t src_off, uint64_t bytes)
+{
+    return spccl_put_with_signal(c, dst_off, src_off, bytes) && spccl_flush(c);
+}
+
+// ---- blocks of one kernel ----
+
+// A barrier of n_blocks blocks of this rank's kernel: all threads of each of them call it, with the same channel, of any
+// kind. Blocks are one-dimensional. What a thread stored before it is seen by all threads of these blocks after it. The
+// blocks must all fit on the GPU at the same time. False on all threads of a block if the others do not come in time.
+template <class CHANNEL>
+__device__ __forceinline__ bool spccl_sync_blocks(const CHANNEL &c, uint32_t n_blocks)
+{
+    __syncthreads();
+    return __syncthreads_and(threadIdx.x != 0 || spccl_detail::sp_channel_meet(c.base, n_blocks));
 }
 
 #endif

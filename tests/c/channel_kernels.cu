@@ -125,8 +125,8 @@ struct port_args {
 // Post a trigger without the checks of spccl_put.
 __device__ static bool post_bad(const spccl_port_channel &c, port_misuse what)
 {
-    spccl_trigger t = {SPCCL_TRIGGER_PUT, c.number, 0, 0, 16};
-    t.op = what == PORT_BAD_OP ? 7 : what == PORT_BAD_SIGNAL ? (uint32_t)SPCCL_TRIGGER_SIGNAL : t.op;
+    spccl_trigger t = {SPCCL_TRIGGER_PUT, 0, 0, c.number, 0, 0, 16};
+    t.op = what == PORT_BAD_OP ? 7 : what == PORT_BAD_SIGNAL ? (uint16_t)SPCCL_TRIGGER_SIGNAL : t.op;
     t.number += what == PORT_BAD_NUMBER;
     t.dst_off = what == PORT_BAD_RANGE ? c.base.window_bytes : 0;
     c.fifo[0] = t;

@@ -50,11 +50,11 @@ _Static_assert(sizeof(spccl_plan_info) == 112, "0.2");
 _Static_assert(sizeof(spccl_simulate_options) == 200 && sizeof(spccl_simulated) == 248, "0.2");
 _Static_assert(sizeof(spccl_channels_config) == 40, "0.2");
 /* What kernels of users read: another size or place needs another SPCCL_CHANNEL_LAYOUT. */
-_Static_assert(SPCCL_CHANNEL_LAYOUT == 1 && sizeof(spccl_channel_state) == 64 &&
-                   sizeof(spccl_channel_report) == 32 && sizeof(spccl_channel_base) == 80 &&
-                   sizeof(spccl_memory_channel) == 96 && sizeof(spccl_port_channel) == 112 &&
-                   sizeof(spccl_trigger) == 32 && offsetof(spccl_channel_base, report) == 72,
-               "layout 1");
+_Static_assert(SPCCL_CHANNEL_LAYOUT == 2 && sizeof(spccl_channel_state) == 64 &&
+                   sizeof(spccl_channel_report) == 40 && sizeof(spccl_channel_base) == 88 &&
+                   sizeof(spccl_memory_channel) == 104 && sizeof(spccl_port_channel) == 128 &&
+                   sizeof(spccl_trigger) == 32 && offsetof(spccl_channel_base, report) == 80,
+               "layout 2");
 /* Without struct_bytes: they lie in GPU memory or come as arrays, and never change. */
 _Static_assert(sizeof(spccl_prune_state) == 48, "0.2");
 _Static_assert(sizeof(spccl_prune_segment) == 48 && sizeof(spccl_weights_segment) == 48, "0.2");

@@ -268,14 +268,14 @@ static void test_failures(void)
          .text = "channel 1 to rank 1: waited for signal number 1, 0 have come"},
         {.what = MISUSE_PAST_END,
          .wanted = SPCCL_ERR_ARG,
-         .text = "a put to or from bytes 4080 to 4112 of a window of 4096"},
+         .text = "a put or get at bytes 4080 to 4112 of a memory of 4096"},
         {.what = MISUSE_FAR_OFFSET,
          .wanted = SPCCL_ERR_ARG,
-         .text = "a put to or from bytes 18446744073709551600 to beyond 2^64 of"},
-        {.what = MISUSE_ODD_SIZE, .wanted = SPCCL_ERR_ARG, .text = "a put to or from bytes 0 to 24"},
+         .text = "a put or get at bytes 18446744073709551600 to beyond 2^64 of"},
+        {.what = MISUSE_ODD_SIZE, .wanted = SPCCL_ERR_ARG, .text = "a put or get at bytes 0 to 24"},
         {.what = MISUSE_ODD_SOURCE, .wanted = SPCCL_ERR_ARG, .text = "multiples of 16"},
         {.what = MISUSE_NO_THREADS, .wanted = SPCCL_ERR_ARG, .text = "of 0: wanted thread from 0"},
-        {.what = MISUSE_FAR_THREAD, .wanted = SPCCL_ERR_ARG, .text = "a put by thread"},
+        {.what = MISUSE_FAR_THREAD, .wanted = SPCCL_ERR_ARG, .text = "a put or get by thread"},
         {.what = MISUSE_NO_SIGNAL, .wanted = SPCCL_ERR_ABORTED, .text = "the test aborts", .aborts = true},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
@@ -320,7 +320,7 @@ static void refuses_creation(struct rank_ctx *c)
     want(SPCCL_ERR_ARG, spccl_channels_create(c->comm, &config, NULL), "out is NULL");
     x = config, x.layout = SPCCL_CHANNEL_LAYOUT + 1;
     refuse(c, 1, x, SPCCL_ERR_VERSION,
-           "rank 1: spccl_channels_create: config.layout is 2, this library has 1");
+           "rank 1: spccl_channels_create: config.layout is 3, this library has 2");
     x = config, x.kind = 9;
     refuse(c, -1, x, SPCCL_ERR_ARG, "config.kind is 9");
     x = config, x.window_bytes = 0;

@@ -40,6 +40,22 @@ inline void sp_store_relaxed_sys(uint64_t *p, uint64_t v)
 {
     __atomic_store_n(p, v, __ATOMIC_RELAXED);
 }
+inline ulonglong2 sp_load_relaxed2_sys(const void *p)
+{
+    const uint64_t *words = (const uint64_t *)p;
+    ulonglong2 v;
+    v.x = sp_load_relaxed_sys(words);
+    v.y = sp_load_relaxed_sys(words + 1);
+    return v;
+}
+inline void sp_store_relaxed2_sys(void *p, ulonglong2 v)
+{
+    uint64_t *words = (uint64_t *)p;
+    bool second_first = (uintptr_t)p / 16 % 2 != 0;
+    __atomic_store_n(words + second_first, second_first ? v.y : v.x, __ATOMIC_RELAXED);
+    gpusim_yield(); // others may see one half
+    __atomic_store_n(words + !second_first, second_first ? v.x : v.y, __ATOMIC_RELAXED);
+}
 inline void sp_fence_sys()
 {
     gpusim_fence();
@@ -194,8 +210,10 @@ namespace spccl_detail
 using ::sp_clock_ns;
 using ::sp_fence_sys;
 using ::sp_load_acquire_sys;
+using ::sp_load_relaxed2_sys;
 using ::sp_load_relaxed_sys;
 using ::sp_store16;
+using ::sp_store_relaxed2_sys;
 using ::sp_store_relaxed_sys;
 } // namespace spccl_detail
 #include "spccl_device.cuh"

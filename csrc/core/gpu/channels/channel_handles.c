@@ -48,6 +48,7 @@ static spccl_channel_base make_base(const spccl_channels *c, int peer, uint32_t 
         .peer = peer,
         .window = c->window_device,
         .window_bytes = c->window_bytes,
+        .peer_bytes = c->window_bytes,
         .timeout_ns =
             timeout_ms < INT64_MAX / 1000000 ? (uint64_t)timeout_ms * 1000000u : (uint64_t)INT64_MAX,
         .state = (spccl_channel_state *)(void *)(c->state_device + c->layout.states_off) + number,

@@ -22,43 +22,82 @@ static void describe_lists(const spccl_channels *c, const spccl_channel_report *
              comm->rank, comm->name, c->g->device.ordinal, r->wanted, r->peer, r->seen, r->peer);
 }
 
-static spccl_status describe_report(const spccl_channels *c, const spccl_channel_report *r, char *text,
-                                    size_t cap)
+/* A wait that ended without what it was for. where: the rank and the channel. */
+static void describe_wait(const spccl_channel_report *r, const char *where, char *text, size_t cap)
 {
-    const spccl_comm *comm = c->g->comm;
-    char where[200], end[24];
-    snprintf(where, sizeof where, "rank %d, group \"%s\", GPU %d: channel %u to rank %d:", comm->rank,
-             comm->name, c->g->device.ordinal, r->index, r->peer);
     switch ((spccl_channel_fault)r->fault) {
-    case SPCCL_CHANNEL_NO_SIGNAL:
-        if (c->for_lists) {
-            describe_lists(c, r, text, cap);
-            return SPCCL_ERR_TIMEOUT;
-        }
-        snprintf(text, cap,
-                 "%s waited for signal number %" PRIu64 ", %" PRIu64
-                 " have come: rank %d died, is too slow, or does not signal so often (a wait lasts for the "
-                 "communicator's timeout when its channel was got)",
-                 where, r->wanted, r->seen, r->peer);
-        return SPCCL_ERR_TIMEOUT;
     case SPCCL_CHANNEL_NO_PROXY:
         snprintf(text, cap,
                  "%s waited for the proxy to carry out %" PRIu64 " triggers, it has %" PRIu64
                  ": rank %d or the network is too slow",
                  where, r->wanted, r->seen, r->peer);
-        return SPCCL_ERR_TIMEOUT;
-    case SPCCL_CHANNEL_BAD_PUT:
-        snprintf(end, sizeof end, "%" PRIu64, r->seen);
+        return;
+    case SPCCL_CHANNEL_NO_PACKET:
         snprintf(text, cap,
-                 "%s a put to or from bytes %" PRIu64 " to %s of a window of %" PRIu64
-                 ": wanted offset, size and source in multiples of 16, inside the window",
-                 where, r->wanted, r->seen == UINT64_MAX ? "beyond 2^64" : end, c->window_bytes);
-        return SPCCL_ERR_ARG;
-    case SPCCL_CHANNEL_BAD_THREAD:
+                 "%s waited for the packet at byte %" PRIu64 " with flag %" PRIu64 ", its flag is %" PRIu64
+                 ": rank %d died, is too slow, or put it with another offset, size of packet or flag",
+                 where, r->limit, r->wanted, r->seen, r->peer);
+        return;
+    case SPCCL_CHANNEL_NO_BLOCK:
         snprintf(text, cap,
-                 "%s a put by thread %" PRIu64 " of %" PRIu64
+                 "%s spccl_sync_blocks waited for %" PRIu64 " blocks, %" PRIu64
+                 " have come: wanted a call by each block, and a GPU on which all fit at the same time",
+                 where, r->wanted, r->seen);
+        return;
+    default:
+        snprintf(text, cap,
+                 "%s waited for signal number %" PRIu64 ", %" PRIu64
+                 " have come: rank %d died, is too slow, or does not signal so often (a wait lasts for the "
+                 "communicator's timeout when its channel was got)",
+                 where, r->wanted, r->seen, r->peer);
+    }
+}
+
+/* A call with wrong arguments. */
+static void describe_misuse(const spccl_channel_report *r, const char *where, char *text, size_t cap)
+{
+    bool is_packets = r->fault == SPCCL_CHANNEL_BAD_PACKETS;
+    char end[24];
+    if (r->fault == SPCCL_CHANNEL_BAD_THREAD) {
+        snprintf(text, cap,
+                 "%s a put or get by thread %" PRIu64 " of %" PRIu64
                  ": wanted thread from 0 to n_threads - 1, and n_threads above 0",
                  where, r->wanted, r->seen);
+        return;
+    }
+    snprintf(end, sizeof end, "%" PRIu64, r->seen);
+    snprintf(
+        text, cap,
+        "%s %s at bytes %" PRIu64 " to %s of a memory of %" PRIu64 ": wanted %s, inside the memory", where,
+        is_packets ? "packets" : "a put or get", r->wanted, r->seen == UINT64_MAX ? "beyond 2^64" : end,
+        r->limit,
+        is_packets
+            ? "the offset in multiples of a packet (8 or 16), data in multiples of half a packet, a flag "
+              "other than 0"
+            : "offset, size and address in multiples of 16");
+}
+
+static spccl_status describe_report(const spccl_channels *c, const spccl_channel_report *r, char *text,
+                                    size_t cap)
+{
+    const spccl_comm *comm = c->g->comm;
+    char where[200];
+    snprintf(where, sizeof where, "rank %d, group \"%s\", GPU %d: channel %u to rank %d:", comm->rank,
+             comm->name, c->g->device.ordinal, r->index, r->peer);
+    switch ((spccl_channel_fault)r->fault) {
+    case SPCCL_CHANNEL_NO_SIGNAL:
+    case SPCCL_CHANNEL_NO_PROXY:
+    case SPCCL_CHANNEL_NO_PACKET:
+    case SPCCL_CHANNEL_NO_BLOCK:
+        if (c->for_lists)
+            describe_lists(c, r, text, cap);
+        else
+            describe_wait(r, where, text, cap);
+        return SPCCL_ERR_TIMEOUT;
+    case SPCCL_CHANNEL_BAD_PUT:
+    case SPCCL_CHANNEL_BAD_THREAD:
+    case SPCCL_CHANNEL_BAD_PACKETS:
+        describe_misuse(r, where, text, cap);
         return SPCCL_ERR_ARG;
     case SPCCL_CHANNEL_OTHER_CALL:
         snprintf(text, cap,
