@@ -166,6 +166,27 @@ SPCCL_API spccl_status spccl_channels_get_memory(const spccl_channels *channels,
 SPCCL_API spccl_status spccl_channels_get_port(const spccl_channels *channels, int peer, uint32_t index,
                                                spccl_port_channel *out);
 
+/* Add a memory of the caller to a set, beside the windows: as the source of puts of port channels, as the place where
+ * peers put or get. All ranks call it, at the same place in their order of calls; it ends after the communicator's timeout
+ * at the latest. All ranks get the same status. After a failure the set is as before.
+ *   memory  `bytes`, a multiple of 16 as its address; the same number of bytes on all ranks. Of memory channels as
+ *           config.window. Of port channels pinned memory: a host address from cudaHostAlloc or cudaHostRegister. It keeps
+ *           its contents. The caller frees it when config.window may be freed
+ *   number  of the memory in this set, the same on all ranks: from 1, as 0 is the window; at most 15
+ * Errors: those of spccl_channels_create. */
+SPCCL_API spccl_status spccl_channels_add_memory(spccl_channels *channels, void *memory, uint64_t bytes,
+                                                 uint32_t *number);
+/* The same channel as spccl_channels_get_memory and spccl_channels_get_port give, for other memories: it puts to and gets
+ * from the peer's memory `peer_memory`; packets come, and puts of a port channel start, in this rank's `own_memory`. All
+ * that is got for one channel number shares its counts of signals and triggers: a signal follows the puts to all its
+ * memories. Errors: also ARG (no such memory). */
+SPCCL_API spccl_status spccl_channels_get_memory_at(const spccl_channels *channels, int peer, uint32_t index,
+                                                    uint32_t peer_memory, uint32_t own_memory,
+                                                    spccl_memory_channel *out);
+SPCCL_API spccl_status spccl_channels_get_port_at(const spccl_channels *channels, int peer, uint32_t index,
+                                                  uint32_t peer_memory, uint32_t own_memory,
+                                                  spccl_port_channel *out);
+
 #ifdef __cplusplus
 }
 #endif

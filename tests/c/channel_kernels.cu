@@ -48,15 +48,39 @@ __device__ static bool put(const port_item &it, uint64_t bytes)
     return __syncthreads_and(ok);
 }
 
+template <class ITEM> __device__ static bool send(const ITEM &it, uint64_t bytes)
+{
+    return put(it, bytes) && give(it.channel);
+}
+__device__ static bool send(const port_item &it, uint64_t bytes)
+{
+    if (it.one_trigger == 0)
+        return put(it, bytes) && give(it.channel);
+    bool ok =
+        threadIdx.x != 0 ||
+        (it.one_trigger == 1 ? spccl_put_with_signal(it.channel, it.dst_off, it.src_off, bytes)
+                             : spccl_put_with_signal_and_flush(it.channel, it.dst_off, it.src_off, bytes));
+    return __syncthreads_and(ok);
+}
+
+__device__ static const uint32_t *got_of(const exchange_item &it)
+{
+    return (const uint32_t *)(it.channel.base.window + it.own_off);
+}
+__device__ static const uint32_t *got_of(const port_item &it)
+{
+    return (const uint32_t *)(it.in != nullptr ? it.in : it.channel.base.window + it.own_off);
+}
+
 template <class ITEM>
 __device__ static bool exchange_round(const ITEM &it, uint64_t bytes, int round, uint32_t *n_wrong)
 {
     uint32_t *source = source_of(it);
-    const uint32_t *got = (const uint32_t *)(it.channel.base.window + it.own_off);
+    const uint32_t *got = got_of(it);
     for (uint64_t i = threadIdx.x; i < bytes / 4; i += blockDim.x)
         source[i] = word_of(it.seed_out, round, i);
     __syncthreads();
-    if (!put(it, bytes) || !give(it.channel) || !take(it.channel))
+    if (!send(it, bytes) || !take(it.channel))
         return false;
     for (uint64_t i = threadIdx.x; i < bytes / 4; i += blockDim.x)
         if (got[i] != word_of(it.seed_in, round, i))
@@ -128,6 +152,7 @@ __device__ static bool post_bad(const spccl_port_channel &c, port_misuse what)
     spccl_trigger t = {SPCCL_TRIGGER_PUT, 0, 0, c.number, 0, 0, 16};
     t.op = what == PORT_BAD_OP ? 7 : what == PORT_BAD_SIGNAL ? (uint16_t)SPCCL_TRIGGER_SIGNAL : t.op;
     t.number += what == PORT_BAD_NUMBER;
+    t.src_memory = what == PORT_BAD_MEMORY ? 3 : 0;
     t.dst_off = what == PORT_BAD_RANGE ? c.base.window_bytes : 0;
     c.fifo[0] = t;
     __threadfence_system();
@@ -149,7 +174,7 @@ __global__ static void port_misuse_kernel(const __grid_constant__ port_args a)
         ok = spccl_put(a.c, b.window_bytes - 16, 0, 32);
         break;
     case PORT_SOURCE_PAST_END:
-        ok = spccl_put(a.c, 0, b.window_bytes, 16);
+        ok = spccl_put_with_signal(a.c, 0, b.window_bytes, 16);
         break;
     default:
         ok = post_bad(a.c, a.what);

@@ -16,6 +16,9 @@ struct port_item {
     spccl_port_channel channel;
     uint64_t dst_off, own_off, src_off; /* src_off: in this rank's window */
     uint32_t seed_out, seed_in;
+    const uint8_t *in; /* where data comes; NULL: in the window, at own_off */
+    uint32_t
+        one_trigger; /* 1: put and signal are one trigger, 2: the same with a flush; 0: two puts, then the signal */
 };
 
 enum channel_misuse {
@@ -31,12 +34,13 @@ enum channel_misuse {
 enum port_misuse {
     PORT_NO_SIGNAL,
     PORT_PAST_END,
-    PORT_SOURCE_PAST_END,
+    PORT_SOURCE_PAST_END, /* of a put with a signal */
     /* What lies in the FIFO is wrong, as if a kernel had bypassed spccl_device.cuh. */
     PORT_BAD_OP,
     PORT_BAD_NUMBER,
     PORT_BAD_RANGE,
     PORT_BAD_SIGNAL,
+    PORT_BAD_MEMORY,
     PORT_TOO_MANY
 };
 

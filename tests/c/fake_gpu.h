@@ -219,6 +219,12 @@ static void *fake_memory_address(const sp_gpu_memory *m)
     return m->at;
 }
 
+static spccl_status fake_pinned_find(void *host, size_t bytes, void **device)
+{
+    (void)bytes;
+    *device = host;
+    return SPCCL_OK;
+}
 static spccl_status fake_pinned_create(size_t bytes, void **host, void **device)
 {
     if (fake.pinned_fails_at[fake_current])
@@ -459,6 +465,7 @@ const sp_gpu_ops sp_gpu_ops_fake = {
     .memory_destroy = fake_memory_destroy,
     .pinned_create = fake_pinned_create,
     .pinned_destroy = fake_free,
+    .pinned_find = fake_pinned_find,
     .upload = fake_upload,
     .unload = fake_unload,
     .control_create = fake_control_create,

@@ -24,14 +24,15 @@ static uint32_t read_word(const struct rank_ctx *c, const void *device)
 /* ---- all pairs exchange packets and get, over several channels each ---- */
 
 /* Jobs of all channels of this rank, on the GPU. Each has a place of 4 * bytes in a window. */
-static unsigned make_jobs(const struct rank_ctx *c, const spccl_channels *channels, uint64_t bytes)
+static unsigned make_jobs(const struct rank_ctx *c, const spccl_channels *channels, uint64_t bytes,
+                          uint32_t memory)
 {
     const struct rank_buffer *m = &rank_buffers[c->rank];
     struct packet_job *jobs = (struct packet_job *)(void *)m->in;
     unsigned n = 0;
     for (int p = 0; p < c->n_ranks; p++)
         for (uint32_t i = 0; p != c->rank && i < PER_PEER; i++, n++) {
-            CHECK_OK(spccl_channels_get_memory(channels, p, i, &jobs[n].channel));
+            CHECK_OK(spccl_channels_get_memory_at(channels, p, i, memory, memory, &jobs[n].channel));
             jobs[n].bytes = bytes;
             jobs[n].out_off = ((uint64_t)c->rank * PER_PEER + i) * 4 * bytes;
             jobs[n].in_off = ((uint64_t)p * PER_PEER + i) * 4 * bytes;
@@ -49,18 +50,26 @@ static void check_wrong(const struct rank_ctx *c, const char *what, uint64_t byt
     CHECK(n_wrong == 0, "rank %d: %s of %zu bytes: %u wrong words", c->rank, what, (size_t)bytes, n_wrong);
 }
 
-static void exchange(struct rank_ctx *c, uint64_t bytes)
+/* In the window, or in an added memory: the window is then too short. */
+static void exchange(struct rank_ctx *c, uint64_t bytes, bool adds)
 {
     const struct rank_buffer *m = &rank_buffers[c->rank];
     const struct packet_job *jobs = (const struct packet_job *)(const void *)m->in_d;
     uint32_t *n_wrong = (uint32_t *)(void *)m->out_d;
     struct packet_rounds rounds = {0, is_small ? 3 : 9};
-    uint64_t window = (uint64_t)c->n_ranks * PER_PEER * 4 * bytes;
-    spccl_channels *channels = make_channels(c, SPCCL_CHANNEL_MEMORY, (window + 15) / 16 * 16, PER_PEER);
+    uint64_t window = ((uint64_t)c->n_ranks * PER_PEER * 4 * bytes + 15) / 16 * 16;
+    spccl_channels *channels = make_channels(c, SPCCL_CHANNEL_MEMORY, adds ? 16 : window, PER_PEER);
+    uint32_t memory = 0;
     unsigned n;
     if (channels == NULL)
         return;
-    n = make_jobs(c, channels, bytes);
+    if (adds) {
+        CUDA_OK(cudaMemsetAsync(m->spare_d + CAP / 2, 0, window, m->on)); /* no flags of earlier packets */
+        sync_stream(m->on);
+        CHECK_OK(spccl_channels_add_memory(channels, m->spare_d + CAP / 2, window, &memory));
+        CHECK(memory == 1, "number %u", memory);
+    }
+    n = make_jobs(c, channels, bytes, memory);
     CUDA_OK(packet_exchange(jobs, n, 8, rounds, n_wrong, m->on));
     check_wrong(c, "packets of 8 bytes", bytes);
     rounds.first = rounds.n; /* the places go on taking turns */
@@ -83,7 +92,7 @@ static void exchange_rank(struct rank_ctx *c)
     if (!attach_gpu(c->comm, c->rank, 0))
         return;
     for (int i = 0; i < (is_small ? 2 : 5); i++)
-        exchange(c, sizes[i]);
+        exchange(c, sizes[i], i == 1);
 }
 
 static void test_exchange(void)
@@ -213,6 +222,69 @@ static void test_all_pairs(void)
     run_group(is_small ? N_RANKS : 5, all_pairs_rank, NULL);
 }
 
+/* ---- memories that are refused ---- */
+
+/* Rank `rank` calls with what is wrong; -1: all ranks. */
+struct wrong_memory {
+    int rank;
+    void *memory;
+    uint64_t bytes;
+};
+
+static void refuse(const struct rank_ctx *c, spccl_channels *channels, struct wrong_memory w,
+                   spccl_status status, const char *text)
+{
+    const struct rank_buffer *m = &rank_buffers[c->rank];
+    bool wrong = w.rank < 0 || w.rank == c->rank;
+    uint32_t number = 77;
+    want(status,
+         spccl_channels_add_memory(channels, wrong ? w.memory : m->spare_d, wrong ? w.bytes : 64, &number),
+         text);
+    CHECK(number == 77, "a refused call changed its result");
+}
+
+static void refusals_rank(struct rank_ctx *c)
+{
+    const struct rank_buffer *m = &rank_buffers[c->rank];
+    spccl_memory_channel channel;
+    spccl_channels *channels;
+    uint32_t number = 0;
+    if (!attach_gpu(c->comm, c->rank, 0) ||
+        (channels = make_channels(c, SPCCL_CHANNEL_MEMORY, 64, 1)) == NULL)
+        return;
+    want(SPCCL_ERR_ARG, spccl_channels_add_memory(NULL, m->spare_d, 64, &number), "channels is NULL");
+    refuse(c, channels, (struct wrong_memory){1, NULL, 64}, SPCCL_ERR_ARG,
+           "rank 1: spccl_channels_add_memory: memory is");
+    refuse(c, channels, (struct wrong_memory){0, m->spare_d + 8, 64}, SPCCL_ERR_ARG,
+           "rank 0: spccl_channels_add_memory: memory is");
+    refuse(c, channels, (struct wrong_memory){1, m->spare_d, 40}, SPCCL_ERR_ARG,
+           "bytes is 40, wanted a multiple of 16");
+    refuse(c, channels, (struct wrong_memory){1, m->spare_d, 128}, SPCCL_ERR_MISMATCH,
+           "with 128 bytes, for memory 1 of a set; rank 0 with 64");
+    refuse(c, channels, (struct wrong_memory){1, m->in, 64}, SPCCL_ERR_ARG, "is not memory of GPU");
+    refuse(c, channels, (struct wrong_memory){-1, m->spare_d + CAP - 32, 64}, SPCCL_ERR_ARG,
+           "the allocation has 32 bytes from there");
+    for (uint32_t i = 1; i < 16; i++) {
+        CHECK_OK(spccl_channels_add_memory(channels, m->spare_d + 64 * i, 64, &number));
+        CHECK(number == i, "number %u, wanted %u", number, i);
+    }
+    refuse(c, channels, (struct wrong_memory){-1, m->spare_d, 64}, SPCCL_ERR_ARG, "the set has 16 memories");
+    CHECK_OK(spccl_channels_get_memory_at(channels, 1 - c->rank, 0, 15, 3, &channel));
+    CHECK(channel.base.window == m->spare_d + 192 &&
+              channel.peer_window == rank_buffers[1 - c->rank].spare_d + 960,
+          "%p, %p", (void *)channel.base.window, (void *)channel.peer_window);
+    want(SPCCL_ERR_ARG, spccl_channels_get_memory_at(channels, 1 - c->rank, 0, 16, 0, &channel),
+         "wanted 0 to 15");
+    spccl_channels_destroy(channels);
+    if (all_here(c->comm))
+        check_works(c);
+}
+
+static void test_refusals(void)
+{
+    run_group(2, refusals_rank, NULL);
+}
+
 /* ---- failures: the kernel ends, and the error says what happened ---- */
 
 struct failure {
@@ -293,11 +365,9 @@ static void test_failures(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"exchange", test_exchange},
-                                             {"blocks", test_blocks},
-                                             {"all_pairs", test_all_pairs},
-                                             {"failures", test_failures},
-                                             {NULL, NULL}};
+    static const struct test_case cases[] = {{"exchange", test_exchange},   {"blocks", test_blocks},
+                                             {"all_pairs", test_all_pairs}, {"refusals", test_refusals},
+                                             {"failures", test_failures},   {NULL, NULL}};
     cuda_test_start(&argc, argv);
     make_rank_buffers(5, CAP);
     return test_main(cases, argc, argv);

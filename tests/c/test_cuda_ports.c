@@ -77,6 +77,8 @@ static void exchange_pairs(struct rank_ctx *c)
     for (int p = 0; p < c->n_ranks; p++)
         for (uint32_t i = 0; p != c->rank && i < PER_PEER; i++, n++) {
             CHECK_OK(spccl_channels_get_port(channels, p, i, &items[n].channel));
+            items[n].in = NULL;
+            items[n].one_trigger = i;
             items[n].dst_off = piece_off(c->rank, i);
             items[n].own_off = piece_off(p, i);
             items[n].src_off = half + piece_off(p, i);
@@ -89,6 +91,50 @@ static void exchange_pairs(struct rank_ctx *c)
     CHECK_OK(spccl_cuda_wait(c->comm, m->on, LONG_MS));
     n_wrong = read_word(c, m->out_d);
     CHECK(n_wrong == 0, "rank %d: %u wrong words", c->rank, n_wrong);
+    spccl_channels_destroy(channels);
+}
+
+/* Memories of the rank beside the window: number 1 is `got`, where data comes, number 2 is `want`, the source. */
+static bool add_memories(const struct rank_ctx *c, spccl_channels *channels)
+{
+    const struct rank_buffer *m = &rank_buffers[c->rank];
+    uint32_t into = 0, from = 0;
+    CHECK_OK(spccl_channels_add_memory(channels, m->got, CAP, &into));
+    CHECK_OK(spccl_channels_add_memory(channels, m->want, CAP, &from));
+    CHECK(into == 1 && from == 2, "numbers %u and %u", into, from);
+    return from == 2;
+}
+
+/* Put and signal in one trigger, between memories of the rank. The longest put takes several messages: a signal that came
+ * with the first one would show as wrong words. */
+static void exchange_long(struct rank_ctx *c)
+{
+    static const uint64_t sizes[] = {16, 600000};
+    const struct rank_buffer *m = &rank_buffers[c->rank];
+    struct port_item item = {.seed_out = seed_of(c->rank, 1 - c->rank, 0),
+                             .seed_in = seed_of(1 - c->rank, c->rank, 0)};
+    spccl_channels *channels;
+    spccl_port_channel plain;
+    if (!attach_gpu(c->comm, c->rank, 0) ||
+        (channels = make_channels(c, SPCCL_CHANNEL_PORT, 16, 2)) == NULL || !add_memories(c, channels))
+        return;
+    CHECK_OK(spccl_channels_get_port_at(channels, 1 - c->rank, 1, 1, 2, &item.channel));
+    CHECK_OK(spccl_channels_get_port(channels, 1 - c->rank, 1, &plain));
+    CHECK(plain.base.state == item.channel.base.state && plain.fifo == item.channel.fifo &&
+              plain.base.window_bytes == 16 && item.channel.base.peer_bytes == CAP,
+          "rank %d: one channel has two states", c->rank);
+    item.in = m->got + 32;
+    item.dst_off = 32;
+    item.src_off = 64;
+    for (int i = 0; i < 4; i++) {
+        item.one_trigger = 1 + (uint32_t)(i % 2);
+        memcpy(m->in, &item, sizeof item);
+        CUDA_OK(cudaMemcpyAsync(m->in_d, m->in, sizeof item, cudaMemcpyHostToDevice, m->on));
+        CUDA_OK(port_exchange((const struct port_item *)(const void *)m->in_d, 1, sizes[i / 2], 2,
+                              (uint32_t *)(void *)m->out_d, m->on));
+        CHECK_OK(spccl_cuda_wait(c->comm, m->on, LONG_MS));
+        CHECK(read_word(c, m->out_d) == 0, "rank %d: wrong words, %zu bytes", c->rank, (size_t)sizes[i / 2]);
+    }
     spccl_channels_destroy(channels);
 }
 
@@ -136,6 +182,8 @@ static void test_pairs(void)
 {
     run_group(N_RANKS, exchange_pairs, NULL);
     with_hosts(is_small ? 2 : 4, is_small ? 1 : 2, NULL, exchange_pairs);
+    run_group(2, exchange_long, NULL);
+    with_hosts(2, 1, "tcp", exchange_long);
     run_group(2, fill_fifo, NULL);
 }
 
@@ -191,7 +239,10 @@ static void test_failures(void)
          .text = "trigger 0 is of channel number 2; wanted 1"},
         {.what = PORT_BAD_RANGE,
          .wanted = SPCCL_ERR_ARG,
-         .text = "has 16 bytes from offset 0 to offset 4096"},
+         .text = "has 16 bytes from offset 0 of memory 0 to offset 4096"},
+        {.what = PORT_BAD_MEMORY,
+         .wanted = SPCCL_ERR_ARG,
+         .text = "from offset 0 of memory 3 to offset 0 of memory 0"},
         {.what = PORT_BAD_SIGNAL, .wanted = SPCCL_ERR_ARG, .text = "trigger 0 (op 2) has 16 bytes"},
         {.what = PORT_TOO_MANY,
          .wanted = SPCCL_ERR_ARG,
@@ -377,6 +428,7 @@ static void refuses(struct rank_ctx *c)
     spccl_port_channel port;
     spccl_memory_channel channel;
     void *device = NULL, *host = NULL;
+    uint32_t number = 0;
     if (!attach_gpu(c->comm, c->rank, 0) || (ports = make_channels(c, SPCCL_CHANNEL_PORT, 64, 2)) == NULL ||
         (memory = make_channels(c, SPCCL_CHANNEL_MEMORY, 64, 2)) == NULL)
         return;
@@ -385,6 +437,10 @@ static void refuses(struct rank_ctx *c)
     want(SPCCL_ERR_ARG, spccl_channels_get_port(ports, c->rank, 0, &port), "wanted another rank");
     want(SPCCL_ERR_ARG, spccl_channels_get_port(ports, 1 - c->rank, 2, &port), "wanted 0 to 1");
     want(SPCCL_ERR_ARG, spccl_channels_get_port(ports, 1 - c->rank, 0, NULL), "out is NULL");
+    want(SPCCL_ERR_ARG, spccl_channels_get_port_at(ports, 1 - c->rank, 0, 0, 1, &port),
+         "memory 1 of channel 0");
+    want(SPCCL_ERR_ARG, spccl_channels_add_memory(ports, rank_buffers[c->rank].spare_d, 64, &number),
+         "are not pinned host memory");
     CHECK_OK(spccl_channels_window(ports, &device, &host));
     CHECK(device != NULL && host != NULL, "%p, %p", device, host);
     for (int i = 0; host != NULL && i < 64; i++)

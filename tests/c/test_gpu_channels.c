@@ -63,6 +63,45 @@ static void test_channels_that_cannot_be_mapped(void)
     }
 }
 
+/* A memory that one rank cannot map is added on no rank, and the set goes on. */
+static void cannot_map_added(struct rank_ctx *c)
+{
+    int failing = *(int *)c->arg;
+    spccl_channels *channels = NULL;
+    uint32_t number = 9;
+    spccl_cuda_config gpu = SPCCL_CUDA_CONFIG_INIT;
+    spccl_status st;
+    char name[16];
+    snprintf(name, sizeof name, "rank %d:", failing);
+    gpu.device = c->rank;
+    CHECK_OK(spccl_cuda_attach(c->comm, &gpu));
+    CHECK_OK(make_channels(c, &channels));
+    meet(c);
+    if (c->rank == failing)
+        fake.import_fails_at[failing] = true;
+    meet(c);
+    st = spccl_channels_add_memory(channels, fake_memory[c->rank] + 64, 128, &number);
+    CHECK(st == SPCCL_ERR_UNREACHABLE && strstr(spccl_last_error(), name) != NULL && number == 9,
+          "rank %d: %s: %s", c->rank, spccl_status_name(st), spccl_last_error());
+    meet(c);
+    if (c->rank == failing)
+        fake.import_fails_at[failing] = false;
+    meet(c);
+    CHECK_OK(spccl_channels_add_memory(channels, fake_memory[c->rank] + 64, 128, &number));
+    CHECK(number == 1, "number %u", number);
+    spccl_channels_destroy(channels);
+}
+
+static void test_memories_that_cannot_be_mapped(void)
+{
+    struct rank_ctx ctx[3];
+    spccl_config config = SPCCL_CONFIG_INIT;
+    int failing = 1;
+    config.timeout_ms = CREATE_MS;
+    run_ranks(3, &config, cannot_map_added, &failing, ctx);
+    CHECK(fake.n_memories == 0, "%d memories are left", fake.n_memories);
+}
+
 /* ---- a late rank ---- */
 
 static spccl_status make_set(const struct rank_ctx *c, spccl_channel_kind kind, spccl_channels **out)
@@ -189,6 +228,7 @@ static void test_slow_to_create(void)
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {{"cannot_map", test_channels_that_cannot_be_mapped},
+                                             {"cannot_map_added", test_memories_that_cannot_be_mapped},
                                              {"late_to_destroy", test_late_to_destroy},
                                              {"timeout_set_meanwhile", test_timeout_set_meanwhile},
                                              {"slow_to_create", test_slow_to_create},

@@ -21,6 +21,7 @@ constexpr size_t MEMORY_BYTES = (size_t)8 << 30;
 
 std::mutex &mu = *new std::mutex;                                     // never destroyed; runtime.cpp says why
 auto &allocations = *new std::map<uintptr_t, std::pair<size_t, int>>; // start -> bytes, device
+auto &pinned = *new std::map<uintptr_t, size_t>;                      // start -> bytes
 auto &of_pools = *new std::set<uintptr_t>; // starts of those that have no IPC handle
 size_t allocated;
 thread_local int device_now = -1;
@@ -218,12 +219,18 @@ cudaError_t cudaFree(void *p)
 }
 cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned)
 {
-    return posix_memalign(p, 256, bytes) == 0 ? cudaSuccess : gpusim_fail(cudaErrorMemoryAllocation);
+    if (posix_memalign(p, 256, bytes) != 0)
+        return gpusim_fail(cudaErrorMemoryAllocation);
+    std::lock_guard<std::mutex> lock(mu);
+    pinned[(uintptr_t)*p] = bytes;
+    return cudaSuccess;
 }
 cudaError_t cudaFreeHost(void *p)
 {
     if (p != nullptr)
         gpusim_wait_for_device(device_now < 0 ? 0 : device_now);
+    std::lock_guard<std::mutex> lock(mu);
+    pinned.erase((uintptr_t)p);
     free(p);
     return cudaSuccess;
 }
@@ -242,6 +249,9 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, const vo
         if ((uintptr_t)p - a.first < a.second.first)
             *out = {cudaMemoryTypeDevice, a.second.second};
     }
+    auto host = pinned.upper_bound((uintptr_t)p);
+    if (host != pinned.begin() && (uintptr_t)p - (--host)->first < host->second)
+        *out = {cudaMemoryTypeHost, -1};
     return cudaSuccess;
 }
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)

@@ -251,6 +251,8 @@ typedef struct sp_gpu_ops {
     /* As control_create, but `bytes` of any use; *device = the address for this thread's GPU. */
     spccl_status (*pinned_create)(size_t bytes, void **host, void **device);
     void (*pinned_destroy)(void *host); /* accepts NULL */
+    /* Pinned memory of the caller; *device = the address for this thread's GPU. Errors: ARG (it is not pinned). */
+    spccl_status (*pinned_find)(void *host, size_t bytes, void **device);
     /* Waits for no stream of the caller: it copies on a stream of its own. */
     spccl_status (*read)(void *host, const void *device, size_t bytes);
 

@@ -84,7 +84,7 @@ static spccl_status need_room(sp_gpu_comm *g, const spccl_prune_plan *plan, spcc
                                                          : NULL;
     if (*why == NULL)
         SP_TRY(need_lists(g, captured, why));
-    if (*why == NULL && !lists_fit(plan, o->density, g->lists->window_bytes / 2, out))
+    if (*why == NULL && !lists_fit(plan, o->density, g->lists->memories[0].bytes / 2, out))
         *why = "lists of this gradient at this density need more memory than SPCCL_PRUNE_LIST_BYTES";
     if (*why != NULL)
         return SPCCL_OK;

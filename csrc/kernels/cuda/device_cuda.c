@@ -234,6 +234,25 @@ static void pinned_destroy(void *host)
         (void)cudaGetLastError();
 }
 
+static bool is_pinned(const void *p)
+{
+    struct cudaPointerAttributes of;
+    if (cudaPointerGetAttributes(&of, p) == cudaSuccess)
+        return of.type == cudaMemoryTypeHost;
+    (void)cudaGetLastError();
+    return false;
+}
+
+static spccl_status pinned_find(void *host, size_t bytes, void **device)
+{
+    if (!is_pinned(host) || !is_pinned((const uint8_t *)host + bytes - 1))
+        return SP_FAIL(SPCCL_ERR_ARG,
+                       "%zu bytes at %p are not pinned host memory: wanted memory from cudaHostAlloc or "
+                       "cudaHostRegister (PyTorch: pin_memory=True)",
+                       bytes, host);
+    return sp_cuda_check(cudaHostGetDevicePointer(device, host, 0), "cudaHostGetDevicePointer");
+}
+
 static spccl_status control_create(sp_gpu_control **host, sp_gpu_control **device)
 {
     void *h = NULL, *d = NULL;
@@ -354,6 +373,7 @@ static const sp_gpu_ops ops = {
     .control_destroy = control_destroy,
     .pinned_create = pinned_create,
     .pinned_destroy = pinned_destroy,
+    .pinned_find = pinned_find,
     .read = sp_cuda_read,
     .event_create = event_create,
     .event_record = event_record,

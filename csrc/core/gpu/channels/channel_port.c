@@ -18,7 +18,7 @@ static void find_words(sp_port *port, int peer)
     const spccl_channels *c = port->c;
     const spccl_comm *comm = c->g->comm;
     uint32_t slot = sp_inbox_slot((uint32_t)comm->rank, (uint32_t)peer, (uint32_t)comm->world_size);
-    uint8_t *memory = c->window_host;
+    uint8_t *memory = c->pinned;
     port->peers[peer].channels = port->channels + (size_t)slot * c->n_per_peer;
     for (uint32_t i = 0; i < c->n_per_peer; i++) {
         uint64_t number = sp_channels_number(c, slot, i), line = number * SP_CHANNELS_LINE;

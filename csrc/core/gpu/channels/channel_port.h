@@ -5,8 +5,9 @@
  * and adds 1 to `done`: the source has then been read. It may divide a put into several messages. It makes no call of
  * CUDA, because such a call may wait for a kernel that waits for the proxy.
  *
- * A message (little-endian): u32 "SPPT", u32 spccl_trigger_op, u32 index of the channel, u32 zero, u64 offset in the
- * receiver's window (of a signal: its number, from 1), u64 bytes (of a signal: 0); then the bytes.
+ * A message (little-endian): u32 "SPPT", u32 spccl_trigger_op, u32 index of the channel, u32 number of the receiver's
+ * memory, u64 offset in it, u64 bytes, u64 number of the signal, from 1 (of a put: 0), u64 zero; then the bytes. A signal
+ * alone has no memory, offset and bytes. A put with a signal is a signal after its last message only.
  *
  * channel_port.c: start and end. channel_move.c: one round. proxy_thread.c: its thread, as of the collectives. */
 #ifndef SP_CHANNEL_PORT_H
@@ -15,7 +16,7 @@
 #include "core/gpu/channels/channels.h"
 #include "core/gpu/proxy/proxy_thread.h"
 
-#define SP_PORT_HEAD_BYTES 32u
+#define SP_PORT_HEAD_BYTES 48u
 /* Most bytes of a put in one message. */
 #define SP_PORT_CHUNK_BYTES (256u << 10)
 

@@ -12,8 +12,8 @@
 #include <inttypes.h>
 #include <stdio.h>
 
-#define MAGIC 0x48435053u /* "SPCH" */
-#define AGREE_MS 1000     /* of a creation's time, for the ranks to tell each other which step failed */
+#define MAGIC (0x48435053u + SPCCL_CHANNEL_LAYOUT) /* "SPCH", and the version: proxies speak it too */
+#define AGREE_MS 1000 /* of a creation's time, for the ranks to tell each other which step failed */
 
 /* What each rank tells the others. */
 struct facts {
@@ -92,7 +92,7 @@ static spccl_status read_call(struct creation *n, const spccl_channels_config *g
     SP_TRY(sp_options_copy("spccl_channels_config", given, &config, sizeof config));
     SP_TRY(check_config(&config));
     n->mine.kind = n->c->kind = config.kind;
-    n->mine.window_bytes = n->c->window_bytes = config.window_bytes;
+    n->mine.window_bytes = n->c->memories[0].bytes = config.window_bytes;
     n->mine.n_per_peer = n->c->n_per_peer = config.n_per_peer;
     n->mine.n_triggers = n->c->n_triggers = config.n_triggers != 0 ? config.n_triggers : SP_CHANNELS_TRIGGERS;
     n->window = config.window;
@@ -144,7 +144,7 @@ static sp_channels_layout find_layout(const spccl_channels *c, bool has_window)
 {
     uint64_t n = (uint64_t)(c->g->comm->world_size - 1) * c->n_per_peer, end;
     sp_channels_layout l;
-    l.signals_off = has_window ? 0 : sp_align_up(c->window_bytes, 256);
+    l.signals_off = has_window ? 0 : sp_align_up(c->memories[0].bytes, 256);
     l.posted_off = l.signals_off + n * SP_CHANNELS_LINE;
     l.done_off = l.posted_off + n * SP_CHANNELS_LINE;
     l.fifos_off = l.done_off + n * SP_CHANNELS_LINE;
@@ -163,12 +163,12 @@ static spccl_status make_window(spccl_channels *c)
     spccl_status st;
     if (c->kind == SPCCL_CHANNEL_MEMORY) {
         SP_TRY(g->ops->memory_create(g->device.ordinal, c->layout.bytes, g->handles, false, &c->own));
-        c->window_device = c->signals_device = c->state_device = g->ops->memory_address(c->own);
+        c->memories[0].device = c->signals_device = c->state_device = g->ops->memory_address(c->own);
         return SPCCL_OK;
     }
     SP_TRY(g->ops->pinned_create(c->layout.pinned_bytes, &host, &device));
-    c->window_host = host;
-    c->window_device = c->signals_device = device;
+    c->pinned = c->memories[0].host = host;
+    c->memories[0].device = c->signals_device = device;
     zeros = sp_calloc(1, c->layout.bytes);
     if (zeros == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "%" PRIu64 " bytes", c->layout.bytes);
@@ -183,13 +183,14 @@ static spccl_status make_window(spccl_channels *c)
 static spccl_status take_window(spccl_channels *c, void *window)
 {
     const sp_gpu_comm *g = c->g;
-    spccl_status st = g->ops->memory_borrow(g->device.ordinal, window, c->window_bytes, &c->own_window);
+    spccl_status st =
+        g->ops->memory_borrow(g->device.ordinal, window, c->memories[0].bytes, &c->memories[0].own);
     if (st == SPCCL_OK) {
-        c->window_device = window;
+        c->memories[0].device = window;
         return SPCCL_OK;
     }
     return SP_FAIL(st, "rank %d: spccl_channels_create: config.window of %" PRIu64 " bytes: %s",
-                   g->comm->rank, c->window_bytes, spccl_last_error());
+                   g->comm->rank, c->memories[0].bytes, spccl_last_error());
 }
 
 static spccl_status make_memory(spccl_channels *c)
@@ -238,8 +239,8 @@ static spccl_status map_memory(struct creation *n)
     SP_TRY(map_all(n, &n->share, n->all[0].address, c->own, (size_t)c->layout.bytes, c->peers));
     if (n->window_share == NULL)
         return SPCCL_OK;
-    return map_all(n, &n->window_share, n->all[0].window_address, c->own_window, (size_t)c->window_bytes,
-                   c->peer_windows);
+    return map_all(n, &n->window_share, n->all[0].window_address, c->memories[0].own,
+                   (size_t)c->memories[0].bytes, c->memories[0].peers);
 }
 
 static spccl_status run(struct creation *n, const spccl_channels_config *given, bool has_out)
@@ -289,6 +290,7 @@ static spccl_channels *make_set(sp_gpu_comm *g)
     if (c == NULL)
         return NULL;
     c->g = g;
+    c->n_memories = 1;
     c->farewell = sp_calloc(1, sizeof *c->farewell);
     if (c->farewell != NULL)
         return c;
@@ -296,12 +298,12 @@ static spccl_channels *make_set(sp_gpu_comm *g)
     return NULL;
 }
 
-static void find_deadlines(struct creation *n)
+sp_channels_deadlines sp_channels_find_deadlines(const spccl_comm *comm)
 {
-    int64_t timeout_ms = n->g->comm->timeout_ms, margin_ms = timeout_ms / 8; /* read once */
+    int64_t timeout_ms = comm->timeout_ms, margin_ms = timeout_ms / 8; /* read once */
     margin_ms = margin_ms < AGREE_MS ? margin_ms : AGREE_MS;
-    n->deadlines = (sp_channels_deadlines){.call_ns = sp_deadline_in_ms(timeout_ms),
-                                           .step_ns = sp_deadline_in_ms(timeout_ms - margin_ms)};
+    return (sp_channels_deadlines){.call_ns = sp_deadline_in_ms(timeout_ms),
+                                   .step_ns = sp_deadline_in_ms(timeout_ms - margin_ms)};
 }
 
 static void add_to_list(spccl_channels *c)
@@ -321,7 +323,7 @@ static void log_set(const spccl_channels *c)
            " of pinned memory%s",
            comm->name, c->n_per_peer, is_port ? "port" : "memory", c->layout.bytes,
            (is_port ? c->layout.pinned_bytes : 0) + sizeof *c->report,
-           c->own_window != NULL ? "; the window is the caller's" : "");
+           c->memories[0].own != NULL ? "; the window is the caller's" : "");
 }
 
 spccl_status spccl_channels_create(spccl_comm *comm, const spccl_channels_config *config,
@@ -332,7 +334,7 @@ spccl_status spccl_channels_create(spccl_comm *comm, const spccl_channels_config
     char text[1024];
     spccl_status st;
     SP_TRY(sp_gpu_comm_get(comm, "spccl_channels_create", &n.g));
-    find_deadlines(&n);
+    n.deadlines = sp_channels_find_deadlines(comm);
     n.c = make_set(n.g);
     st = run(&n, config, out != NULL);
     if (st == SPCCL_OK) {

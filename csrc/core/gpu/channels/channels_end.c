@@ -133,13 +133,37 @@ void sp_channels_find_errors(sp_gpu_comm *g)
 
 /* ---- one set ---- */
 
+static void unmap_memory(const sp_gpu_comm *g, sp_channels_memory *m)
+{
+    for (int r = 0; r < SP_GPU_RANKS_MAX; r++) {
+        g->ops->memory_destroy(m->peers[r]);
+        m->peers[r] = NULL;
+    }
+}
+
+void sp_channels_drop_memory(const sp_gpu_comm *g, sp_channels_memory *m)
+{
+    unmap_memory(g, m);
+    g->ops->memory_destroy(m->own);
+    *m = (sp_channels_memory){.bytes = 0};
+}
+
+bool sp_channels_has_callers_memory(const spccl_channels *c)
+{
+    for (uint32_t i = 0; i < c->n_memories; i++)
+        if (c->memories[i].own != NULL)
+            return true;
+    return false;
+}
+
 void sp_channels_unmap_set(spccl_channels *c)
 {
     for (int r = 0; r < SP_GPU_RANKS_MAX; r++) {
         c->g->ops->memory_destroy(c->peers[r]);
-        c->g->ops->memory_destroy(c->peer_windows[r]);
-        c->peers[r] = c->peer_windows[r] = NULL;
+        c->peers[r] = NULL;
     }
+    for (uint32_t i = 0; i < c->n_memories; i++)
+        unmap_memory(c->g, &c->memories[i]);
 }
 
 void sp_channels_free_set(spccl_channels *c, bool keep_memory)
@@ -149,10 +173,11 @@ void sp_channels_free_set(spccl_channels *c, bool keep_memory)
     if (!keep_memory) {
         sp_channels_unmap_set(c);
         ops->memory_destroy(c->own);
-        ops->memory_destroy(c->own_window);
+        for (uint32_t i = 0; i < c->n_memories; i++)
+            ops->memory_destroy(c->memories[i].own);
         if (c->kind == SPCCL_CHANNEL_PORT)
             ops->unload(c->g->device.ordinal, c->state_device);
-        ops->pinned_destroy(c->window_host);
+        ops->pinned_destroy(c->pinned);
         ops->pinned_destroy(c->report);
     }
     sp_free(c->farewell);
@@ -193,7 +218,9 @@ static void warn_late(const spccl_channels *c, int64_t timeout_ms)
            "group \"%s\": spccl_channels_destroy: after %lld ms a rank has not called it: %" PRIu64
            " bytes of GPU memory and %" PRIu64 " of pinned memory stay until spccl_comm_destroy%s",
            comm->name, (long long)timeout_ms, c->layout.bytes, c->layout.pinned_bytes,
-           c->own_window != NULL ? "; free config.window only after that" : "");
+           c->memories[0].own != NULL ? "; free config.window, and memory that was added, only after that"
+           : c->n_memories > 1        ? "; free memory that was added only after that"
+                                      : "");
 }
 
 static void take_from_list(spccl_channels *c)
@@ -221,7 +248,8 @@ void spccl_channels_destroy(spccl_channels *c)
     deadline_ns = sp_deadline_in_ms(timeout_ms);
     sp_port_drain(c->port, deadline_ns);
     entered = g->ops->enter(g->device.ordinal, &before) == SPCCL_OK;
-    by_ipc = c->kind == SPCCL_CHANNEL_MEMORY && (c->own_window != NULL || strcmp(g->handles, "ipc") == 0);
+    by_ipc = c->kind == SPCCL_CHANNEL_MEMORY &&
+             (sp_channels_has_callers_memory(c) || strcmp(g->handles, "ipc") == 0);
     if (entered && by_ipc)
         sp_channels_unmap_set(c); /* peers may free memory that is shared by ipc only after that */
     if (wait_for_all(c, deadline_ns)) {
@@ -241,7 +269,7 @@ void spccl_channels_destroy(spccl_channels *c)
 bool sp_channels_use_ipc(const sp_gpu_comm *g)
 {
     for (const spccl_channels *c = g->channels; c != NULL; c = c->next)
-        if (c->own_window != NULL && c->farewell != NULL)
+        if (sp_channels_has_callers_memory(c) && c->farewell != NULL)
             return true;
     return false;
 }
