@@ -135,7 +135,10 @@ static int exec(PyObject *module)
     if (state->request_type == NULL)
         return -1;
     state->comm_type = add_type(module, &ext_comm_spec);
-    return state->comm_type != NULL ? 0 : -1;
+    if (state->comm_type == NULL)
+        return -1;
+    state->channels_type = add_type(module, &ext_channels_spec);
+    return state->channels_type != NULL ? 0 : -1;
 }
 
 static int traverse(PyObject *module, visitproc visit, void *arg)
@@ -145,6 +148,7 @@ static int traverse(PyObject *module, visitproc visit, void *arg)
         Py_VISIT(state->errors[i]);
     Py_VISIT(state->comm_type);
     Py_VISIT(state->request_type);
+    Py_VISIT(state->channels_type);
     return 0;
 }
 
@@ -155,6 +159,7 @@ static int clear(PyObject *module)
         Py_CLEAR(state->errors[i]);
     Py_CLEAR(state->comm_type);
     Py_CLEAR(state->request_type);
+    Py_CLEAR(state->channels_type);
     return 0;
 }
 

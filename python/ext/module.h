@@ -43,7 +43,7 @@ typedef enum ext_error_class {
 
 typedef struct ext_state {
     PyObject *errors[EXT_N_ERRORS];
-    PyTypeObject *comm_type, *request_type;
+    PyTypeObject *comm_type, *request_type, *channels_type;
 } ext_state;
 
 /* State of the module that `type` belongs to. `type` is a type of this module. */
@@ -100,6 +100,7 @@ PyObject *ext_delta_plan_apply(PyObject *module, PyObject *args);
 PyObject *ext_delta_plan_undo(PyObject *module, PyObject *args);
 PyObject *ext_delta_cuda_checksum(PyObject *module, PyObject *args);
 extern PyType_Spec ext_comm_spec;
+extern PyType_Spec ext_channels_spec;
 extern PyType_Spec ext_request_spec;
 
 /* Casts a METH_KEYWORDS function, which has three parameters, to the type of the method table. */

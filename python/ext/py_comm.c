@@ -368,6 +368,8 @@ static PyMethodDef methods[] = {
     {"stats", comm_stats, METH_NOARGS, "stats() -> dict"},
     {"describe_link", comm_describe_link, METH_VARARGS, "describe_link(peer) -> str"},
     {"describe_schedules", comm_describe_schedules, METH_NOARGS, "describe_schedules() -> list of str"},
+    {"attach_gpu", ext_comm_attach_gpu, METH_VARARGS, "attach_gpu(device)"},
+    {"wait_gpu", ext_comm_wait_gpu, METH_VARARGS, "wait_gpu(stream, timeout_ms)"},
     {"close", comm_close, METH_NOARGS, "close()"},
     {NULL, NULL, 0, NULL},
 };

@@ -22,5 +22,8 @@ PyObject *ext_comm_all_gather(PyObject *self, PyObject *args, PyObject *kwargs);
 PyObject *ext_comm_reduce_scatter(PyObject *self, PyObject *args, PyObject *kwargs);
 PyObject *ext_comm_all_reduce(PyObject *self, PyObject *args, PyObject *kwargs);
 PyObject *ext_comm_broadcast(PyObject *self, PyObject *args, PyObject *kwargs);
+/* Methods, py_channels.c. */
+PyObject *ext_comm_attach_gpu(PyObject *self, PyObject *args);
+PyObject *ext_comm_wait_gpu(PyObject *self, PyObject *args);
 
 #endif

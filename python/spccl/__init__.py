@@ -7,7 +7,7 @@
 
 Needs neither torch nor numpy. Where torch is installed, `import spccl` makes
 `torch.distributed.init_process_group("spccl")` work; `spccl.ddp`, `spccl.fsdp`,
-`spccl.optim`, `spccl.sync`, `spccl.backend` and `spccl.integrations` load on first use.
+`spccl.optim`, `spccl.sync`, `spccl.channels`, `spccl.backend` and `spccl.integrations` load on first use.
 """
 
 import importlib
@@ -46,7 +46,7 @@ __all__ = [
     *errors.__all__,
 ]
 
-_LAZY = ("backend", "ddp", "fsdp", "integrations", "optim", "prune", "sync")
+_LAZY = ("backend", "channels", "ddp", "fsdp", "integrations", "optim", "prune", "sync")
 
 
 def __getattr__(name: str) -> object:

@@ -173,6 +173,7 @@ class Communicator:
             schedule=schedule,
             host_id=host_id,
         )
+        self._channels: list[Any] = []  # open sets: the memory that they hold lives as long as the communicator
 
     @property
     def rank(self) -> int:
@@ -282,12 +283,30 @@ class Communicator:
         """
         return self._comm.describe_schedules()
 
+    def attach_gpu(self, device: int = -1) -> None:
+        """Attach a GPU, for `spccl.channels`. All ranks call it, at the same place in their calls. Experimental.
+
+        Args: device: CUDA ordinal of this rank's GPU; -1 = the current one of the calling thread.
+        Raises: UnsupportedError (the library or the host has no CUDA), UnreachableError, DeviceError, StateError.
+        """
+        self._comm.attach_gpu(device)
+
+    def wait_gpu(self, stream: int = 0, timeout: float | datetime.timedelta | None = None) -> None:
+        """Wait until a stream of the attached GPU is done, or the communicator is broken. Experimental.
+
+        Args: stream: a cudaStream_t as a number (torch: `stream.cuda_stream`); 0 = the default stream. timeout: seconds
+            or timedelta; None = the communicator's.
+        Raises: TimeoutError; what a wait of a kernel with channels failed with: the communicator is then broken.
+        """
+        self._comm.wait_gpu(stream, _ms(timeout, -1, "0 or more"))
+
     def close(self) -> None:
         """Wait until the collectives under way have ended (within their deadlines), then leave the group. Idempotent.
 
         Raises: StateError if another thread is inside a call.
         """
         self._comm.close()
+        self._channels.clear()
 
     def __enter__(self) -> Communicator:
         return self

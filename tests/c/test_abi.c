@@ -55,6 +55,20 @@ _Static_assert(SPCCL_CHANNEL_LAYOUT == 2 && sizeof(spccl_channel_state) == 64 &&
                    sizeof(spccl_memory_channel) == 104 && sizeof(spccl_port_channel) == 128 &&
                    sizeof(spccl_trigger) == 32 && offsetof(spccl_channel_base, report) == 80,
                "layout 2");
+/* python/spccl/channels.py and tests/py/test_channels.py have the same numbers. */
+#define AT(type, member, offset) _Static_assert(offsetof(type, member) == (offset), #member)
+AT(spccl_channel_base, window, 16);
+AT(spccl_channel_base, peer_bytes, 32);
+AT(spccl_channel_base, state, 48);
+AT(spccl_channel_base, signals, 56);
+AT(spccl_channel_base, abort, 72);
+AT(spccl_channel_state, signals_taken, 8);
+AT(spccl_channel_state, blocks_here, 40);
+AT(spccl_memory_channel, peer_window, 88);
+AT(spccl_memory_channel, peer_signals, 96);
+AT(spccl_port_channel, fifo, 88);
+AT(spccl_port_channel, done, 104);
+AT(spccl_port_channel, src_memory, 124);
 /* Without struct_bytes: they lie in GPU memory or come as arrays, and never change. */
 _Static_assert(sizeof(spccl_prune_state) == 48, "0.2");
 _Static_assert(sizeof(spccl_prune_segment) == 48 && sizeof(spccl_weights_segment) == 48, "0.2");
