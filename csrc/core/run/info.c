@@ -5,6 +5,7 @@
 #include "core/contract/transport.h"
 #include "core/format/kernel_table.h"
 #include "core/plan/tune_coll.h"
+#include "core/run/exec.h"
 #include "core/run/gpu_part.h"
 #include "core/run/profile_file.h"
 
@@ -80,6 +81,8 @@ static spccl_info_entry order_entry(void)
                                   "known rate is more than twice as high is taken instead"};
 }
 
+_Static_assert(SP_PLAN_KEPT_MAX == 128 && SP_EXEC_ACTIVE_MAX == 8, "the text below, and docs/SCHEDULES.md");
+
 /* Which file SPCCL_SCHEDULE names. Groups read it when they are made. */
 static spccl_info_entry plans_entry(void)
 {
@@ -92,7 +95,9 @@ static spccl_info_entry plans_entry(void)
         .why =
             is_file
                 ? "SPCCL_SCHEDULE; collectives and groups that it has no plan for take the automatic choice "
-                  "(spccl_comm_describe_schedule); a plan keeps at most 128 slices, at 256 KiB of float32"
+                  "(spccl_comm_describe_schedule); a call keeps at most 128 slices: 32 MiB of float32, 80 "
+                  "MiB of "
+                  "one-byte elements; a group works on at most 8 calls at a time"
                 : "plans from a text file: only if SPCCL_SCHEDULE=file:PATH or spccl_config.schedule names "
                   "it"};
 }
