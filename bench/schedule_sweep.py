@@ -1,7 +1,9 @@
 """What other schedules and slice sizes would give in place of the automatic choice, in each case.
 
-    python bench/schedule_sweep.py [--where shm,4x1] [--rounds 9] [--csv FILE]       every fixed choice against auto
-    python bench/schedule_sweep.py --variants auto,tune:/tmp/profile --base model    a profile against the model
+    python bench/schedule_sweep.py [--where shm,4x1] [--rounds 9] [--csv FILE]      every fixed choice against the model
+    python bench/schedule_sweep.py --variants tune:/tmp/profile --base model --learn 1000    learns, in turns with the
+                                                                                    model, and saves a profile
+    python bench/schedule_sweep.py --variants tune:/tmp/profile --base model         that profile against the model
     python bench/schedule_sweep.py --others --where 4x1 --sizes 64M --densities 0.01,0.1 [--block 256]
 
 --others compares with what other libraries do (bench/notes/schedules.md): the direct schedule from a file, SparCML's
@@ -133,6 +135,15 @@ def turn(group: Group, variant: str, call, n_calls: int) -> float:
     return group.largest(time.perf_counter() - began) / n_calls
 
 
+def learn(group: Group, args: argparse.Namespace, case: tuple, variants: list[str], call) -> list[tuple]:
+    """Calls of all variants in turns of 20. The row has the sum of all calls of each, as one round."""
+    total = dict.fromkeys([args.base, *variants], 0.0)
+    for i in range(math.ceil(args.learn / 20)):
+        for name in list(total)[:: 1 - 2 * (i % 2)]:
+            total[name] += 20 * turn(group, name, call, 20)
+    return [(*case, name, 0, total[name], total[args.base], 0) for name in variants]
+
+
 def run_case(group: Group, args: argparse.Namespace, case: tuple, variants: list[str]) -> list[tuple]:
     _where, collective, n_bytes, density = case
     n = max(n_bytes // 4, 1)
@@ -144,6 +155,8 @@ def run_case(group: Group, args: argparse.Namespace, case: tuple, variants: list
         x = x[: n // group.n_ranks].contiguous()
         n = x.numel() * group.n_ranks
     y = torch.zeros(n)
+    if args.learn:
+        return learn(group, args, case, variants, call_of(collective, x, y))
     names, rows, spent = list(dict.fromkeys([args.base, *variants])), [], {}
     calls = {name: call_of(collective, filled(x, int(name.split("!")[1])) if "!" in name else x, y) for name in names}
     one = max(turn(group, args.base, calls[args.base], 3), 1e-6)
@@ -251,6 +264,9 @@ def report_others(args: argparse.Namespace, rows: list[tuple]) -> None:
 
 def summary(args: argparse.Namespace, rows: list[tuple]) -> str:
     where, collective, n_bytes, density = rows[0][:4]
+    if args.learn:
+        each = "  ".join(f"{row[4]} {row[6] / row[7]:.3f}" for row in rows)
+        return f"{where} {collective} {shown(n_bytes)} {density:g}: {args.learn} calls, over {args.base}: {each}"
     base = statistics.median(row[7] for row in rows)
     ratios = {}
     for row in rows:
@@ -288,6 +304,13 @@ def report(args: argparse.Namespace, rows: list[tuple]) -> None:
           f"{sum(r > 1 / 0.97 and s for (_, r, _), s in zip(best, marks, strict=True))}")  # fmt: skip
 
 
+def report_learnt(args: argparse.Namespace, rows: list[tuple]) -> None:
+    mean = math.exp(statistics.fmean(math.log(row[6] / row[7]) for row in rows))
+    print(
+        f"\n{len(rows)} sums of {args.learn} calls, while learning, over those of {args.base}: geometric mean {mean:.3f}"
+    )
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--where", default="shm,4x1,4x2")
@@ -297,7 +320,8 @@ def main() -> None:
     p.add_argument("--sizes", default="4K,64K,1M,16M,64M")
     p.add_argument("--densities", default="0.002,0.02,0.2,1")
     p.add_argument("--variants", default="", help="default: every schedule and slice size")
-    p.add_argument("--base", default="auto")
+    p.add_argument("--base", default="model")
+    p.add_argument("--learn", type=int, default=0, help="calls of each case, in turns; nothing is compared by rounds")
     p.add_argument("--rounds", type=int, default=10)
     p.add_argument("--block", type=int, default=1, help="zeros come in whole blocks of so many elements")
     p.add_argument("--others", action="store_true")
@@ -313,7 +337,7 @@ def main() -> None:
                 Path(folder, f"{path.stem}.plan").write_text(text)
         for where in args.where.split(","):
             rows += run_where(args, where)
-    (report_others if args.others else report)(args, rows)
+    (report_learnt if args.learn else report_others if args.others else report)(args, rows)
     if args.csv:
         with open(args.csv, "w", newline="") as file:
             writer = csv.writer(file)

@@ -442,7 +442,7 @@ static void test_same_bits(void)
     for (int n_ranks = 2; n_ranks <= 4; n_ranks += 2) {
         struct bits b = {.seed = test_rand()};
         run_ranks(n_ranks, &config, same_bits, &b, ctx);
-        CHECK(b.n_trials >= 3, "%d trials", b.n_trials);
+        CHECK(b.n_trials >= 1, "%d trials", b.n_trials);
     }
 }
 

@@ -126,12 +126,17 @@ static float median_of(const sp_tune_arm *a)
     return sorted[(a->n - 1) / 2];
 }
 
-/* What a trial will cost more than a usual call: 1 is the time of one. */
+/* What a trial will cost more than a usual call: 1 is the time of one. One trial that took long may be noise, so it is
+ * believed up to twice the time: else the candidate would never be tried again. */
 static double expected_cost(const sp_tune_cell *c, const sp_tune_arm *a)
 {
-    double ratio = a->n != 0                     ? (double)median_of(a)
-                   : c->state == SP_TUNE_PROVING ? 1 / GAIN_MIN
-                                                 : a->predicted;
+    double ratio = a->predicted;
+    if (a->n != 0)
+        ratio = (double)median_of(a);
+    else if (c->state == SP_TUNE_PROVING)
+        ratio = 1 / GAIN_MIN;
+    if (a->n == 1 && ratio > 2)
+        ratio = 2;
     return ratio - 1 > COST_MIN ? ratio - 1 : COST_MIN;
 }
 
