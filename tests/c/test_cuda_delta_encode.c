@@ -334,13 +334,34 @@ static void test_refusals(void)
     CUDA_OK(cudaFree(dst));
 }
 
+/* Only this finds a wait of the encoder without a deadline: its stream has work that takes longer. */
+static void test_deadline(void)
+{
+    enum { BYTES = 256 << 20, N_WRITES = 64 }; /* 4 ms of the fastest GPU */
+    uint8_t *dst = device_alloc(4096), *busy = device_alloc(BYTES);
+    spccl_delta_frame frame;
+    size_t bytes;
+
+    add(100, SPCCL_BFLOAT16, SPCCL_BFLOAT16, 0);
+    CUDA_OK(cudaMemsetAsync(arrays[0].x_d, 0, 200, on));
+    CUDA_OK(cudaMemsetAsync(arrays[0].base_d, 0, 200, on));
+    CHECK(setenv("SPCCL_TIMEOUT_MS", "1", 1) == 0, "setenv");
+    for (int i = 0; i < N_WRITES; i++)
+        CUDA_OK(cudaMemsetAsync(busy, i, BYTES, on));
+    CHECK_FAILS(ENCODE(device[0], NULL, dst), SPCCL_ERR_TIMEOUT, "still had work after 1 ms");
+    CHECK(unsetenv("SPCCL_TIMEOUT_MS") == 0, "unsetenv");
+    CHECK_OK(ENCODE(device[0], NULL, dst)); /* waits for that work */
+    CHECK(frame.nnz == 0, "%llu changes", (unsigned long long)frame.nnz);
+    drop();
+    CUDA_OK(cudaFree(busy));
+    CUDA_OK(cudaFree(dst));
+}
+
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"refusals", test_refusals},
-                                             {"lists", test_lists},
-                                             {"clusters", test_clusters},
-                                             {"lengths", test_lengths},
-                                             {NULL, NULL}};
+    static const struct test_case cases[] = {{"refusals", test_refusals}, {"deadline", test_deadline},
+                                             {"lists", test_lists},       {"clusters", test_clusters},
+                                             {"lengths", test_lengths},   {NULL, NULL}};
     cuda_test_start(&argc, argv);
     CUDA_OK(cudaStreamCreateWithFlags(&on, cudaStreamNonBlocking));
     return test_main(cases, argc, argv);

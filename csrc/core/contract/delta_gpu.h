@@ -82,6 +82,8 @@ typedef struct sp_gpu_delta_encode_args {
     uint64_t old_cap;
     spccl_delta_frame *frames; /* [n_sources], in host memory; written on success */
     size_t *out_bytes;
+    int device;                                     /* the current one */
+    spccl_status (*wait)(int device, void *stream); /* until the stream is done, or TIMEOUT */
 } sp_gpu_delta_encode_args;
 
 #endif

@@ -293,7 +293,8 @@ typedef struct sp_gpu_ops {
      * rules. Applying checks none, but accesses no memory outside of frames, places and `old`, whatever a frame holds. */
     spccl_status (*delta_run)(const struct sp_gpu_delta_args *a, int what, void *stream);
     spccl_status (*delta_sum)(const struct sp_gpu_delta_sum_args *a, void *stream);
-    /* Encode a list of arrays against their bases, and wait for it. Errors: DST_SMALL, UNSUPPORTED, NOMEM, DEVICE. */
+    /* Encode a list of arrays against their bases, and wait for it. Errors: DST_SMALL, UNSUPPORTED, NOMEM, DEVICE,
+     * TIMEOUT. */
     spccl_status (*delta_encode)(const struct sp_gpu_delta_encode_args *a, void *stream);
     /* Allocate memory of a GPU and copy `host` to it; waits for the copy. Free it with unload. */
     spccl_status (*upload)(int ordinal, const void *host, size_t bytes, void **out);

@@ -9,6 +9,7 @@
 #include "core/gpu/gpu_comm.h"
 
 #include "core/base/clock.h"
+#include "core/base/env.h"
 #include "core/base/mem.h"
 
 #include <sched.h>
@@ -223,6 +224,21 @@ void sp_gpu_pause(int64_t since_ns)
         sched_yield();
     else
         nanosleep(&(struct timespec){.tv_nsec = 50000}, NULL);
+}
+
+spccl_status sp_gpu_wait_stream(const char *call, int device, void *stream)
+{
+    int64_t start_ns = sp_now_ns(), timeout_ms, deadline_ns;
+    spccl_status st;
+    SP_TRY(sp_env_number(SP_ENV_TIMEOUT_MS, &timeout_ms));
+    deadline_ns = sp_deadline_in_ms(timeout_ms);
+    while ((st = sp_gpu_ops_here()->stream_query(stream)) == SPCCL_AGAIN) {
+        if (sp_deadline_passed(deadline_ns))
+            return SP_FAIL(SPCCL_ERR_TIMEOUT, "%s: GPU %d: the stream still had work after %lld ms", call,
+                           device, (long long)timeout_ms);
+        sp_gpu_pause(start_ns);
+    }
+    return st;
 }
 
 void sp_gpu_comm_wait_broken(void)

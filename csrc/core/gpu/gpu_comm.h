@@ -97,6 +97,8 @@ spccl_status sp_gpu_share_begin(sp_gpu_comm *g, const char *call, const char *wh
 void sp_gpu_comm_wait_broken(void);
 /* Between two looks of a wait that began at since_ns: yield, later sleep. */
 void sp_gpu_pause(int64_t since_ns);
+/* Wait until a stream of the current GPU is done, at most SPCCL_TIMEOUT_MS. Errors: TIMEOUT, DEVICE. */
+spccl_status sp_gpu_wait_stream(const char *call, int device, void *stream);
 
 /* Let the watchdog thread look at g from now on. Errors: SYSTEM (no thread). (gpu_watchdog.c) */
 spccl_status sp_gpu_watchdog_add(sp_gpu_comm *g);

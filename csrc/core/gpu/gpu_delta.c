@@ -1,7 +1,5 @@
 /* gpu_delta.c - the public functions that receive deltas in GPU memory: a plan, check, apply, undo, checksum. The host's
  * are in delta_apply.c. */
-#include "core/base/clock.h"
-#include "core/base/env.h"
 #include "core/base/mem.h"
 #include "core/contract/delta_gpu.h"
 #include "core/format/delta.h"
@@ -158,22 +156,6 @@ static spccl_status fault_status(const char *call, uint64_t fault)
                    rule_texts[rule], rule);
 }
 
-/* Wait until the stream is done. The plan's GPU is current. */
-static spccl_status wait_stream(const char *call, int device, void *stream)
-{
-    int64_t start_ns = sp_now_ns(), timeout_ms, deadline_ns;
-    spccl_status st;
-    SP_TRY(sp_env_number(SP_ENV_TIMEOUT_MS, &timeout_ms));
-    deadline_ns = sp_deadline_in_ms(timeout_ms);
-    while ((st = sp_gpu_ops_here()->stream_query(stream)) == SPCCL_AGAIN) {
-        if (sp_deadline_passed(deadline_ns))
-            return SP_FAIL(SPCCL_ERR_TIMEOUT, "%s: GPU %d: the stream still had work after %lld ms", call,
-                           device, (long long)timeout_ms);
-        sp_gpu_pause(start_ns);
-    }
-    return st;
-}
-
 static spccl_status refuse_capture(const char *call, void *stream)
 {
     unsigned long long id = 0;
@@ -215,7 +197,7 @@ static spccl_status open_frames(const char *call, spccl_cuda_delta_plan *plan, v
     if (plan->args.n_targets == 0)
         return SPCCL_OK;
     SP_TRY(ops->delta_open(&plan->args, stream));
-    SP_TRY(wait_stream(call, plan->device, stream));
+    SP_TRY(sp_gpu_wait_stream(call, plan->device, stream));
     SP_TRY(ops->read(&head, plan->args.head, sizeof head));
     plan->old_bytes = head.old_bytes;
     return fault_status(call, head.fault);
@@ -296,7 +278,7 @@ static spccl_status read_check(const char *call, spccl_cuda_delta_plan *plan, ui
     if (n == 0)
         return SPCCL_OK;
     SP_TRY(ops->enter(plan->device, &before));
-    st = wait_stream(call, plan->device, stream);
+    st = sp_gpu_wait_stream(call, plan->device, stream);
     if (st == SPCCL_OK)
         st = ops->read(&head, plan->args.head, sizeof head);
     if (st == SPCCL_OK && sum_changes != NULL)

@@ -20,6 +20,11 @@ static spccl_status check_source(const spccl_delta_source *s, size_t number, con
     return sp_gpu_check_memory(call, what, s->base, sp_dtype_bytes(s->dtype), device, "wanted memory of");
 }
 
+static spccl_status wait(int device, void *stream)
+{
+    return sp_gpu_wait_stream(call, device, stream);
+}
+
 spccl_status spccl_cuda_delta_encode(const spccl_delta_source *sources, size_t n_sources,
                                      const spccl_delta_options *options, void *dst, size_t dst_cap,
                                      spccl_delta_frame *frames, size_t *out_bytes, void *stream)
@@ -33,7 +38,8 @@ spccl_status spccl_cuda_delta_encode(const spccl_delta_source *sources, size_t n
                                   .dst = dst,
                                   .dst_cap = dst_cap,
                                   .frames = frames,
-                                  .out_bytes = out_bytes};
+                                  .out_bytes = out_bytes,
+                                  .wait = wait};
 
     SP_TRY(sp_delta_read_options(call, options, &o));
     if (out_bytes == NULL || (n_sources != 0 && (sources == NULL || dst == NULL || frames == NULL)))
@@ -58,6 +64,7 @@ spccl_status spccl_cuda_delta_encode(const spccl_delta_source *sources, size_t n
         *out_bytes = 0;
         return SPCCL_OK;
     }
+    a.device = device;
     a.raw = o.raw != 0;
     a.old = o.old;
     a.old_cap = o.old_cap;

@@ -405,10 +405,7 @@ static spccl_status launch_all(sp_delta_space *m, void *stream)
     SP_TRY(sp_launch(sp_delta_offsets_kernel, sums, job, stream, launching));
     SP_TRY(sp_launch(sp_delta_frames_kernel, frames, job, stream, launching));
     SP_TRY(sp_launch(sp_delta_place_kernel, places, job, stream, launching));
-    SP_TRY(launch_kinds(m, &sp_delta_kind::again, stream));
-    return sp_cuda_check(
-        cudaMemcpyAsync(m->host, m->device, m->results_bytes, cudaMemcpyDeviceToHost, (cudaStream_t)stream),
-        "cudaMemcpyAsync");
+    return launch_kinds(m, &sp_delta_kind::again, stream);
 }
 
 // AGAIN: the tables must not lie in dst.
@@ -435,17 +432,23 @@ static spccl_status read_results(const sp_delta_space *m, const sp_gpu_delta_enc
     return SPCCL_OK;
 }
 
+// Copying from and to host memory waits for what the stream has, however long that takes. So this waits first.
 static spccl_status encode(const sp_gpu_delta_encode_args *a, bool in_dst, void *stream)
 {
     sp_delta_space m = {};
     spccl_status st = space_init(&m, a, in_dst), waited;
+    if (st == SPCCL_OK)
+        st = a->wait(a->device, stream);
     if (st == SPCCL_OK) {
         fill_tables(&m, a);
         st = launch_all(&m, stream);
-        // After a failed launch too: kernels before it use the memory.
-        waited = sp_cuda_check(cudaStreamSynchronize((cudaStream_t)stream), "cudaStreamSynchronize");
+        waited = a->wait(a->device, stream); // after a failed launch too: kernels before it use the memory
+        if (waited == SPCCL_ERR_TIMEOUT)
+            m.allocated = NULL; // they may still use it, and freeing it would wait for them
         if (st == SPCCL_OK)
             st = waited;
+        if (st == SPCCL_OK)
+            st = sp_cuda_read(m.host, m.device, m.results_bytes);
         if (st == SPCCL_OK)
             st = read_results(&m, a);
     }

@@ -56,7 +56,6 @@ void *sp_cuda_memory_address(const sp_gpu_memory *m);
 void sp_cuda_memory_destroy(sp_gpu_memory *m);
 /* Allocate memory of a GPU and copy `host` to it; waits for the copy. The caller frees it with cudaFree. */
 spccl_status sp_cuda_upload(int ordinal, const void *host, size_t bytes, void **out);
-spccl_status sp_cuda_read(void *host, const void *device, size_t bytes);
 
 /* device_cuda.c */
 spccl_status sp_cuda_enter(int ordinal, int *before);

@@ -18,6 +18,9 @@ size_t sp_encode_cuda_scratch_bytes(uint64_t n_slices);
 spccl_status sp_encode_cuda(const sp_gpu_encode_args *a, void *stream);
 spccl_status sp_decode_cuda(const sp_gpu_decode_args *a, void *stream);
 
+/* memory_cuda.c: copy from the current GPU, on a stream of its own; waits for the copy. */
+spccl_status sp_cuda_read(void *host, const void *device, size_t bytes);
+
 /* delta_open_cuda.cu, delta_apply_cuda.cu */
 spccl_status sp_delta_open_cuda(const struct sp_gpu_delta_args *a, void *stream);
 spccl_status sp_delta_run_cuda(const struct sp_gpu_delta_args *a, int what, void *stream);

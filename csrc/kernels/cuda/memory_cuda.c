@@ -11,6 +11,7 @@
 
 #include "core/base/bits.h"
 #include "core/base/mem.h"
+#include "kernels/cuda/kernels_cuda.h"
 
 #include <pthread.h>
 #include <string.h>
