@@ -88,8 +88,10 @@ class Trace:
         self.check_rank(rank)
         if not 0 <= chunk < chunks:
             raise ScheduleError(f"chunk {chunk}: wanted 0 to {chunks - 1}")
-        if (block is not None) != (self.collective == "reduce_scatter"):
-            raise ScheduleError("block= says where a chunk of a reduce_scatter goes; other collectives have none")
+        if block is None and self.collective == "reduce_scatter":
+            raise ScheduleError("a reduce_scatter has a block for each rank: t.input(rank, chunk, block=RANK)")
+        if block is not None and self.collective != "reduce_scatter":
+            raise ScheduleError(f"block= is for reduce_scatter: the input of {self.collective} has no blocks")
         if root not in (-1, rank):
             raise ScheduleError(f"rank {rank} has no input: rank {root} is the root")
         if block is not None:
@@ -190,7 +192,9 @@ def _nodes(trace: Trace) -> list[Node]:
         node = Node(v.rank, v.chunk, kind, terms, v._is_output, (v._level, v.chunk, v._seq), v._merge)
         node.finished = kind == "copy" or (v._is_output if sums else True)
         if kind == "copy" and not v._is_output:
-            raise ScheduleError(f"{v} is not an output: a rank passes on only what it needs itself")
+            raise ScheduleError(
+                f"{v} is not an output: call .output() on it; finished data goes only to ranks that need it"
+            )
         if kind == "input" and v._is_output and sums:
             raise ScheduleError(f"{v} is an output before it is a sum")
         for term in terms:
@@ -223,8 +227,9 @@ def _split(node: Node) -> list[Node]:
             made.append(prefix)
             if term.rank == node.rank:
                 raise ScheduleError(
-                    f"a sum of chunk {node.chunk} on rank {node.rank} adds two values of that rank: it can add one, "
-                    "and one of each other rank, between two sums"
+                    f"a sum of chunk {node.chunk} on rank {node.rank} adds two values that this rank has: a rank adds "
+                    "one of its own, and one of each other rank. Give their terms to one reduce(), or make one of the "
+                    "two on another rank"
                 )
             terms, seen = [prefix], {node.rank}
         terms.append(term)
@@ -419,14 +424,34 @@ def _text(steps: list[list[Step]], collective: str, name: str, shape: str, chunk
     return "".join(lines)
 
 
+def _check_outputs(trace: Trace, chunks: int, root: int) -> None:
+    """Each rank has one output for each chunk that it needs. The check in C finds this too, but knows no .output()."""
+    in_blocks = trace.collective in ("all_gather", "reduce_scatter")
+    made = Counter((v.rank, v.chunk) for v in trace.values if v._is_output)
+    for rank in range(trace.ranks):
+        for chunk in range(chunks * (trace.ranks if in_blocks else 1)):
+            block, n = chunk // chunks, made[rank, chunk]
+            needs = rank != root and (trace.collective != "reduce_scatter" or block == rank)
+            what = f"chunk {chunk % chunks}" + (f" of the block of rank {block}" if in_blocks else "")
+            if needs and n == 0:
+                raise ScheduleError(f"rank {rank} has no output for {what}: call .output() on one of its values")
+            if n > needs:
+                raise ScheduleError(f"rank {rank} has {n} outputs for {what}, wanted {needs:d}")
+
+
 def compile_trace(trace: Trace, name: str, shape: str, chunks: int, root: int) -> str:
     """The text of a plan that passes the check.
 
     Raises: ScheduleError: what the language refuses, or what the check says of the simplest form.
     """
     reason = ""
+    try:
+        nodes = _nodes(trace)
+        _check_outputs(trace, chunks, root)
+    except ScheduleError as error:
+        raise ScheduleError(f"{name}, {trace.ranks} ranks: {error}") from error
     for fuse, merge in ((True, True), (False, True), (False, False)):
-        steps = _Lowering(trace, _nodes(trace), fuse, merge).run()
+        steps = _Lowering(trace, nodes, fuse, merge).run()
         text = _text(steps, trace.collective, name, shape, chunks, root)
         try:
             _ext.plan_check(f"spccl-plan 1\n{text}end\n".encode(), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +58,28 @@ def schedule_group() -> None:
 
 def _text_of(source: Path, ranks: Topologies | None, hosts: Topologies | None) -> str:
     """The plan file: read, or compiled from Python."""
-    try:
-        if source.suffix == ".py":
+    if source.suffix == ".py":
+        try:
             return compile_file(source, [*(ranks or []), *(hosts or [])] or [(n, None) for n in (2, 4, 8)])
+        except ScheduleError as error:
+            raise Fail(f"{_place(source, error)}: {error}") from error
+        except Exception as error:
+            place = _place(source, error)
+            if place == str(source):  # a fault of ours
+                raise
+            raise Fail(f"{place}: {type(error).__name__}: {error}") from error
+    try:
         return source.read_text(encoding="ascii")
-    except ScheduleError as error:
-        raise Fail(f"{source}: {error}") from error
     except UnicodeDecodeError as error:
         raise Fail(f"{source}: it is not ASCII text: {error}") from error
+
+
+def _place(source: Path, error: Exception) -> str:
+    """The file, and its line if the error comes from there."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(source)]
+    if isinstance(error, SyntaxError) and error.filename == str(source):
+        lines.append(error.lineno)
+    return f"{source}, line {lines[-1]}" if lines else str(source)
 
 
 def check_text(text: str) -> list[dict[str, Any]]:

@@ -154,6 +154,15 @@ def _doubled(t):
     t.reduce(0, [t.input(0, 0), t.input(1, 0), t.input(0, 0)]).output()
 
 
+def _twice(t):
+    _pair(t, [0, 1])
+    t.reduce(0, [t.input(0, 0), t.input(1, 0)]).output()
+
+
+def _without_output(t):
+    t.reduce(0, [t.input(0, 0), t.input(1, 0)]).output().copy(1)
+
+
 def _other_orders(t):
     for c in range(2):
         for rank in range(2):
@@ -163,9 +172,11 @@ def _other_orders(t):
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (lambda t: None, "its steps write 0 of"),
+        (lambda t: None, "rank 0 has no output for chunk 0: call .output()"),
         (lambda t: _pair(t, [0]), "lacks the data of rank 1"),
-        (_doubled, "adds two values of that rank"),
+        (_doubled, "adds two values that this rank has"),
+        (_twice, "rank 0 has 2 outputs for chunk 0, wanted 1"),
+        (_without_output, "is not an output: call .output"),
         (_other_orders, "in another order than on another rank"),
         (lambda t: t.input(2, 0), "rank 2: wanted 0 to 1"),
         (lambda t: t.input(0, 2), "chunk 2: wanted 0 to 1"),
@@ -240,6 +251,19 @@ def test_commands(tmp_path):
     pytest.importorskip("matplotlib")
     done = run(main, ["schedule", "show", out, "-o", str(figure)])
     assert done.exit_code == 0 and figure.stat().st_size > 1000, done.output
+
+
+def test_faults_of_python_name_the_line(tmp_path):
+    path = tmp_path / "bad.py"
+    head = "from spccl.schedule import all_reduce\n@all_reduce\ndef f(t):\n"
+    for line, words in (
+        ("    t.input(9, 0)", "bad.py, line 4: rank 9: wanted 0 to 1"),
+        ("    x = y", "bad.py, line 4: NameError: name 'y' is not defined"),
+        ("    (", "bad.py, line 4: SyntaxError"),
+    ):
+        path.write_text(head + line + "\n")
+        done = CliRunner().invoke(main, ["schedule", "check", str(path), "--ranks", "2"])
+        assert done.exit_code == 1 and words in " ".join(done.output.split()), done.output
 
 
 def test_check_names_rank_step_and_reason(tmp_path):
