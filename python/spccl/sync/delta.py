@@ -466,14 +466,22 @@ def _one_place_each(targets: Sequence[Target]) -> Iterator[Packed]:
 
 def checksum(x: torch.Tensor, key: int, first: int = 0) -> int:
     """Checksum of a contiguous tensor, or of its part from element `first` on. Checksums of parts add up mod 2^64."""
-    device = _flat(x, "checksum: x")
-    args = (x.data_ptr(), x.numel(), _number(x.dtype, "checksum: x"), first & _MASK, key & _MASK)
-    if device.type == "cpu":
-        return _ext.delta_checksum(*args)
-    if not x.numel():
-        return 0
-    out = torch.empty(1, dtype=torch.int64, device=device)
+    return checksums([(x, first)], key)[0]
+
+
+def checksums(parts: Sequence[tuple[torch.Tensor, int]], key: int) -> list[int]:
+    """Of several, each with its first element. On a GPU there is one wait for all."""
+    device: torch.device | None = None
+    asked = []
+    for x, first in parts:
+        device = _flat(x, "checksum: x", device)
+        asked.append((x.data_ptr(), x.numel(), _number(x.dtype, "checksum: x"), first & _MASK, key & _MASK))
+    if device is None or device.type == "cpu":
+        return [_ext.delta_checksum(*args) for args in asked]
     with _stream_of(device) as stream:
-        _ext.delta_cuda_checksum(*args, out.data_ptr(), stream)
+        out = torch.zeros(len(asked), dtype=torch.int64, device=device)
+        for place, args in enumerate(asked):
+            if args[1]:
+                _ext.delta_cuda_checksum(*args, out.data_ptr() + 8 * place, stream)
         settle(device)
-        return int(out.item()) & _MASK
+        return [found & _MASK for found in out.tolist()]

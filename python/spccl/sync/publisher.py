@@ -328,7 +328,7 @@ class Publisher:
         if self._base.is_live:
             return [self._sum(_encode.rounded(x, dtype)) for x, dtype in now]
         self._fill(now)
-        return [self._sum(x) for x in self.base]
+        return _encode.sums_of(self.base, self._key)
 
     def _fill(self, now: _encode.Pairs) -> None:
         """Write all of the base."""
@@ -400,8 +400,9 @@ class Publisher:
         if not self._base.is_live:
             return
         self._fill(self._now())
-        for entry, x in zip(manifest.tensors, self.base, strict=True):
-            if self._sum(x) != entry.sum:
+        sums = _encode.sums_of(self.base, self._key)
+        for entry, found in zip(manifest.tensors, sums, strict=True):
+            if found != entry.sum:
                 raise StateError(f"publisher: tensor {entry.name!r} was changed while it was published")
 
     def _apply_kept(self, frames: torch.Tensor, manifest: Manifest, sha256: str) -> None:
@@ -444,8 +445,9 @@ class Publisher:
         return self._latest.version
 
     def _verify_base(self) -> None:
-        for entry, x in zip(self._have.entries, self.base, strict=True):
-            if self._sum(x) != entry.sum:
+        sums = _encode.sums_of(self.base, self._key)
+        for entry, found in zip(self._have.entries, sums, strict=True):
+            if found != entry.sum:
                 raise MismatchError(f"publisher: tensor {entry.name!r}: the base is not version {self._have.version}")
 
 
