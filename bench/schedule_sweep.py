@@ -306,9 +306,7 @@ def report(args: argparse.Namespace, rows: list[tuple]) -> None:
 
 def report_learnt(args: argparse.Namespace, rows: list[tuple]) -> None:
     mean = math.exp(statistics.fmean(math.log(row[6] / row[7]) for row in rows))
-    print(
-        f"\n{len(rows)} sums of {args.learn} calls, while learning, over those of {args.base}: geometric mean {mean:.3f}"
-    )
+    print(f"\n{len(rows)} sums of {args.learn} calls, learning, over those of {args.base}: geometric mean {mean:.3f}")
 
 
 def main() -> None:

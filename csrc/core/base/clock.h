@@ -15,9 +15,13 @@ static inline int64_t sp_now_ns(void)
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
+static inline int64_t sp_deadline_after_ms(int64_t now_ns, int64_t ms)
+{
+    return ms < 0 || ms > INT64_MAX / 2000000 ? SP_NEVER : now_ns + ms * 1000000;
+}
 static inline int64_t sp_deadline_in_ms(int64_t ms)
 {
-    return ms < 0 || ms > INT64_MAX / 2000000 ? SP_NEVER : sp_now_ns() + ms * 1000000;
+    return sp_deadline_after_ms(sp_now_ns(), ms);
 }
 static inline bool sp_deadline_passed(int64_t deadline_ns)
 {

@@ -79,6 +79,7 @@ static void learn(sp_chooser *c, const sp_measured *m)
         return;
     density = share(m->listed, m->elems);
     e->density = e->has_density ? e->density + WEIGHT * (density - e->density) : density;
+    e->density_class = sp_tuner_class(e->density);
     if (m->sum_elems != 0) {
         double overlap = overlap_of(density, share(m->sum_listed, m->sum_elems), c->group.world_size);
         e->overlap = e->has_overlap ? e->overlap + WEIGHT * (overlap - e->overlap) : overlap;
@@ -168,6 +169,7 @@ spccl_status sp_choose(sp_chooser *c, const sp_cost_call *call, uint8_t dtype, c
         evaluate(&c->group, e, call);
         c->n_evaluated++;
     }
+    c->entry = e;
     *out = &e->choice;
     return SPCCL_OK;
 }
@@ -250,7 +252,7 @@ static sp_tune_cell *cell_of(sp_chooser *c, const sp_choice *model, const sp_cos
     int n, known;
     if (!model->measured || !(model->ns[model->schedule] > 0))
         return NULL;
-    key.density_class = sp_tuner_class(model->density);
+    key.density_class = c->entry->density_class;
     cell = sp_tuner_find(&c->tuner, &key, &is_new);
     if (!sp_tuner_wants_arms(cell, &first))
         return cell;

@@ -52,7 +52,7 @@ typedef struct sp_choice {
 
 typedef struct sp_choose_entry {
     bool used, has_density, has_overlap;
-    uint8_t dtype;
+    uint8_t dtype, density_class; /* sp_tuner_class of `density` */
     sp_coll coll;
     uint64_t n_elems;
     uint32_t last; /* number of the last call of this kind */
@@ -66,6 +66,7 @@ typedef struct sp_chooser {
     sp_cost_group group;
     uint32_t n_evaluated;             /* how often costs were computed */
     uint32_t n_planned, n_ended;      /* calls */
+    sp_choose_entry *entry;           /* of the last planned call */
     sp_measured ended[SP_CHOOSE_LAG]; /* call n at n % SP_CHOOSE_LAG */
     sp_choose_entry entries[SP_CHOOSE_KEYS];
     sp_tuner tuner;

@@ -132,7 +132,7 @@ static double expected_cost(const sp_tune_cell *c, const sp_tune_arm *a)
 {
     double ratio = a->predicted;
     if (a->n != 0)
-        ratio = (double)median_of(a);
+        ratio = (double)a->median;
     else if (c->state == SP_TUNE_PROVING)
         ratio = 1 / GAIN_MIN;
     if (a->n == 1 && ratio > 2)
@@ -153,9 +153,11 @@ static bool is_surprise_due(const sp_tune_cell *c)
 static int next_trial(const sp_tune_cell *c)
 {
     int best = -1, least = SP_TUNER_TRIALS;
-    bool waits = is_surprise_due(c);
-    if (c->n_since_trial < TRIAL_EVERY || (c->state != SP_TUNE_TRYING && c->state != SP_TUNE_PROVING))
+    bool waits;
+    if (c->n_since_trial < TRIAL_EVERY || c->budget < COST_MIN ||
+        (c->state != SP_TUNE_TRYING && c->state != SP_TUNE_PROVING))
         return -1;
+    waits = is_surprise_due(c);
     for (int i = 0; i < c->n_arms; i++) {
         const sp_tune_arm *a = &c->arms[i];
         int n = a->n + a->n_pending;
@@ -228,8 +230,8 @@ static void end_trying(sp_tuner *t, sp_tune_cell *c)
             continue;
         if (a->n < SP_TUNER_TRIALS)
             return;
-        if (median_of(a) < least && wins_of(a, false) >= WINS_MIN) {
-            least = median_of(a);
+        if (a->median < least && wins_of(a, false) >= WINS_MIN) {
+            least = a->median;
             best = i;
         }
     }
@@ -245,7 +247,7 @@ static void end_trying(sp_tuner *t, sp_tune_cell *c)
 static void end_proving(sp_tuner *t, sp_tune_cell *c)
 {
     const sp_tune_arm *model = &c->arms[0];
-    double median = (double)median_of(model);
+    double median = (double)model->median;
     if (model->n >= 4 && median < GAIN_MIN) {
         settle(t, c, 0, 1);
     } else if (model->n == SP_TUNER_TRIALS) {
@@ -261,12 +263,13 @@ static void add_ratio(sp_tuner *t, sp_tune_cell *c, double ratio)
     c->budget -= cost - c->trial_expected;
     t->lost_ns += cost * c->usual_ns;
     a->ratios[a->n++] = (float)ratio;
+    a->median = median_of(a);
     if (c->state == SP_TUNE_PROVING) {
         end_proving(t, c);
         return;
     }
     for (size_t i = 0; i < sizeof give_up / sizeof give_up[0]; i++)
-        a->out = a->out || (a->n >= give_up[i].n && median_of(a) > give_up[i].median);
+        a->out = a->out || (a->n >= give_up[i].n && a->median > give_up[i].median);
     end_trying(t, c);
 }
 

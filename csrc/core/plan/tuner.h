@@ -41,8 +41,8 @@ typedef struct sp_tune_arm {
     double predicted; /* by the cost model: time over that of the first candidate */
     bool out;         /* not tried any more */
     uint8_t n, n_pending;
-    float ratios
-        [SP_TUNER_TRIALS]; /* of the n trials whose times are known: time over that of the usual choice */
+    /* Of the n trials whose times are known: time over that of the usual choice; and their median if n is not 0. */
+    float ratios[SP_TUNER_TRIALS], median;
 } sp_tune_arm;
 
 typedef enum sp_tune_state {

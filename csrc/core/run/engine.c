@@ -259,7 +259,8 @@ spccl_status sp_comm_submit(spccl_comm *comm, sp_op *op, spccl_request **out)
     spccl_status st;
     bool wake, broken = false;
     op->submitted_ns = sp_now_ns();
-    op->deadline_ns = op->a.deadline_ns != 0 ? op->a.deadline_ns : sp_deadline_in_ms(op->a.timeout_ms);
+    op->deadline_ns =
+        op->a.deadline_ns != 0 ? op->a.deadline_ns : sp_deadline_after_ms(op->submitted_ns, op->a.timeout_ms);
     SP_TRY_TO(fail, st, sp_request_create(op, &req));
     op->owner = req;
     pthread_mutex_lock(&comm->mu);

@@ -257,13 +257,13 @@ spccl_status sp_exec_retire(sp_exec *x, sp_op **out)
     if (op == NULL || op->plan == NULL || op->n_steps_left != 0 || !is_flushed(x, op))
         return SPCCL_OK;
     SP_TRY(sp_exec_check_surplus(x, op));
-    sp_measure_time(x, op);
+    sp_exec_note(x, op, "done", NULL);
+    sp_measure_time(x, op, x->events[(x->n_events - 1) % SP_EXEC_EVENTS].time_ns);
     sp_chooser_end(x->chooser, &op->measured);
     x->past[x->n_past++ % SP_EXEC_PAST] = sp_op_call(op);
     x->n_ops--;
     for (int i = 0; i < x->n_ops; i++)
         x->active[i] = x->active[i + 1];
-    sp_exec_note(x, op, "done", NULL);
     *out = op;
     return SPCCL_OK;
 }

@@ -56,14 +56,10 @@ uint32_t sp_measure_told(const sp_exec *x, uint32_t carrier)
     return carrier > SP_TUNER_LAG ? x->time_codes[(carrier - 1 - SP_TUNER_LAG) % SP_TUNER_FLIGHTS] : 0;
 }
 
-void sp_measure_time(sp_exec *x, const sp_op *op)
+void sp_measure_time(sp_exec *x, const sp_op *op, int64_t now_ns)
 {
-    int64_t now, began = op->submitted_ns;
-    if (!x->chooser->tuner.on)
-        return;
-    now = sp_now_ns();
-    began = x->ended_ns > began ? x->ended_ns : began;
+    int64_t began = x->ended_ns > op->submitted_ns ? x->ended_ns : op->submitted_ns;
     if (op->measured.carrier != 0)
-        x->time_codes[(op->measured.carrier - 1) % SP_TUNER_FLIGHTS] = sp_time_code(now - began);
-    x->ended_ns = now;
+        x->time_codes[(op->measured.carrier - 1) % SP_TUNER_FLIGHTS] = sp_time_code(now_ns - began);
+    x->ended_ns = now_ns;
 }

@@ -76,8 +76,8 @@ void sp_measure_sent(sp_exec *x, const sp_slice *s, const sp_encoded *e);
 
 /* What this rank tells in the envelopes of a carrier (tuner.h): the code of its time of an earlier one. */
 uint32_t sp_measure_told(const sp_exec *x, uint32_t carrier);
-/* The op has ended. Its time began when the call was made, or when the call before it ended. */
-void sp_measure_time(sp_exec *x, const sp_op *op);
+/* The op has ended now. Its time began when the call was made, or when the call before it ended. */
+void sp_measure_time(sp_exec *x, const sp_op *op, int64_t now_ns);
 
 /* exec_choose.c: choose the schedule of an op, unless it is forced, and note why. Errors: BUG. */
 spccl_status sp_exec_choose(sp_exec *x, sp_op *op);
