@@ -140,7 +140,7 @@ typedef struct spccl_simulate_options {
     int32_t n_ranks;        /* 2 to 4096 */
     int32_t ranks_per_host; /* rank r is on host r / ranks_per_host */
     int32_t root;           /* of a broadcast */
-    int32_t merge; /* equal ranks: 0 above 64 ranks, 1 always, -1 never; only where all hosts are equal */
+    int32_t merge; /* equal ranks: 0 if they are more than 64 or n_elems stays, 1 always, -1 never */
     int32_t cores; /* of a host; 0: one for each rank */
     int32_t shared_cores; /* 1: all hosts together have these cores, as emulated hosts do */
     int32_t message_max;  /* bytes of the largest message; 0: that of shm on one host, of tcp between hosts */

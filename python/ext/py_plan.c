@@ -88,21 +88,22 @@ PyObject *ext_simulate(PyObject *module, PyObject *args, PyObject *kwargs)
     const char *text = NULL;
     Py_ssize_t text_bytes = 0, plan_index = 0;
     unsigned long long n_elems = 0;
-    int dtype = SPCCL_FLOAT32;
+    const char *dtype = "float32";
     spccl_status st;
 
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "|zzzz#nKiiiiiiiiddddddddddddd:simulate", names, &o.collective, &o.schedule,
+            args, kwargs, "|zzzz#nKsiiiiiiiddddddddddddd:simulate", names, &o.collective, &o.schedule,
             &o.format, &text, &text_bytes, &plan_index, &n_elems, &dtype, &o.n_ranks, &o.ranks_per_host,
             &o.root, &o.merge, &o.cores, &o.shared_cores, &o.message_max, &o.density, &o.overlap, &o.link_ns,
             &o.burst_bytes, &o.latency_ns, &o.pass_ns, &o.codec_factor, &o.send_ns, &o.receive_ns,
             &o.local_ns, &o.local_message_ns, &o.remote_message_ns, &o.wake_ns))
         return NULL;
+    if (ext_dtype_of_name(PyModule_GetState(module), "dtype", dtype, &o.dtype) != 0)
+        return NULL;
     o.plan_text = text;
     o.plan_bytes = (size_t)text_bytes;
     o.plan_index = plan_index < 0 ? SIZE_MAX : (size_t)plan_index;
     o.n_elems = n_elems;
-    o.dtype = (spccl_dtype)dtype;
     Py_BEGIN_ALLOW_THREADS
     st = spccl_simulate(&o, &out);
     Py_END_ALLOW_THREADS

@@ -1,5 +1,5 @@
 """The command line: `spccl info`, `verify`, `inspect`, `plot`; `bench` is in cli_bench.py, `schedule` in
-cli_schedule.py.
+cli_schedule.py, `simulate` in cli_simulate.py.
 
 Exit codes: 0 success; 1 a bad file, a wrong answer or a failed rank; 2 a bad argument. Needs click and rich;
 numpy for verify, bench and plot; matplotlib for plot; torch for the comparison with Gloo or NCCL.
@@ -24,6 +24,7 @@ from rich.table import Table
 from . import __version__, errors
 from .cli_bench import bench_command
 from .cli_schedule import schedule_group
+from .cli_simulate import simulate_command
 from .cli_types import Fail, OutFile, need
 from .frame import FORMATS, FrameInfo, iter_frames
 from .info import as_json, info, verdict
@@ -286,6 +287,7 @@ def plot_command(sources: tuple[Path, ...], output: Path) -> None:
 
 main.add_command(bench_command)
 main.add_command(schedule_group)
+main.add_command(simulate_command)
 
 if __name__ == "__main__":
     main()

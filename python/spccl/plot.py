@@ -181,3 +181,56 @@ def gpu_speedup_with_roofline(
 
 
 _RATES = (("read", "hbm_read_gbs"), ("write", "hbm_write_gbs"), ("link", "link_gbs"))
+
+
+# ---- spccl simulate ----
+
+# Shares of zeros at which the paper's ring becomes dense, with pici: SpCCL, section IV.C.
+_THRESHOLDS = (("in a host", 0.6), ("between hosts", 0.5), ("results", 0.1))
+
+
+def simulated(found: Any, network: Any, call: Any, source: str, output: Path) -> int:
+    """Draw what `spccl simulate` found: time over size, over density, and over the number of ranks.
+
+    The panel of densities also shows the fill-in, which is the density of the sum of all ranks, and the densities at
+    which the paper's ring becomes dense.
+
+    Args:
+        found: {"size" | "density" | "ranks": {schedule: [(x, seconds)]}}.
+        network, call: of simulate.py.
+        source: where the rates come from, for the caption.
+    Returns: number of points drawn.
+    """
+    plt = _figure_module()
+    figure, panels = _panels(plt, ("size", "density", "ranks"), 4.4)
+    labels = {"size": "bytes of the array", "density": "density of a contribution", "ranks": "ranks"}
+    n_points = 0
+    for panel, axis in zip(panels, labels, strict=True):
+        for number, (schedule, points) in enumerate(sorted(found[axis].items())):
+            xs, ys = zip(*sorted(points), strict=True)
+            panel.plot(xs, [1e3 * y for y in ys], marker=".", color=plt.get_cmap("tab10")(number), label=schedule)
+            n_points += len(xs)
+        panel.set_xscale("log", base=10 if axis == "density" else 2)
+        panel.set_yscale("log")
+        panel.set_xlabel(labels[axis])
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize="x-small", loc="upper left")
+    panels[0].set_ylabel("time, ms")
+    panels[0].set_title(f"{call.collective}, {100 * (1 - call.density):g}% zeros", fontsize=10)
+    panels[1].set_title(f"{call.size_bytes / MIB:g} MiB {call.dtype}", fontsize=10)
+    panels[2].set_title(f"{network.per_host} ranks a host", fontsize=10)
+    xs = sorted({x for points in found["density"].values() for x, _ in points})
+    fill = panels[1].twinx()
+    fill.plot(xs, [1 - (1 - x) ** network.ranks for x in xs], color="grey", linestyle="--", linewidth=1)
+    fill.set_ylabel("density of the sum (dashed)")
+    for name, zeros in _THRESHOLDS:
+        panels[1].axvline(1 - zeros, color="grey", linestyle=":", linewidth=1)
+        panels[1].text(1 - zeros, panels[1].get_ylim()[0], f" {name}", rotation=90, fontsize="xx-small", va="bottom")
+    figure.supxlabel(
+        f"simulated: {network.hosts} hosts of {network.per_host} ranks, {network.bits / 1e9:g} Gbit/s a host; "
+        f"CPU engine; rates: {source}",
+        fontsize="x-small",
+    )
+    figure.savefig(output, dpi=110)
+    plt.close(figure)
+    return n_points

@@ -14,9 +14,9 @@
 #include <string.h>
 
 #define RANKS_MAX 4096
-#define MERGED_ABOVE 64 /* ranks, unless the option says otherwise */
+#define ROUNDED_ABOVE 64 /* ranks: fewer are merged only if the number of elements stays, unless the option says so */
 #define STEPS_MAX ((size_t)4 << 20)
-#define MESSAGES_MAX ((size_t)32 << 20)
+#define MESSAGES_MAX ((size_t)4 << 20)
 #define PART_ELEMS 64 /* parts are multiples of it: sp_part_range */
 /* As tcp_window.h limits the bytes on the way to other hosts: of a host together, and of one queue at least. */
 #define WINDOW_BYTES (256.0 * 1024)
@@ -129,8 +129,9 @@ static void merge(sim *x, sp_schedule schedule)
 {
     int want = x->o->merge;
     size_t unit = (size_t)x->n_ranks * PART_ELEMS;
+    bool rounds = x->coll == SP_ALL_REDUCE && x->n_elems % unit != 0;
     x->n_reps = x->n_ranks;
-    if (want < 0 || (want == 0 && x->n_ranks <= MERGED_ABOVE) || !can_merge(x, schedule))
+    if (want < 0 || (want == 0 && rounds && x->n_ranks <= ROUNDED_ABOVE) || !can_merge(x, schedule))
         return;
     x->n_reps = x->per_host == x->n_ranks ? 1 : x->per_host;
     x->turns_parts = schedule != SP_SCHED_ONESHOT;

@@ -128,6 +128,12 @@ def _base(case: Case, n_elems: int) -> np.ndarray:
     return values.astype(numpy_dtype(case.dtype))
 
 
+def density(case: Case, world_size: int) -> float:
+    """The fraction of a rank's input that is not zero. It differs from 1 - case.sparsity by chance."""
+    n = case.block_elems(world_size) * (world_size if case.collective == "reduce_scatter" else 1)
+    return float(np.count_nonzero(_base(case, n)) / n)
+
+
 def _input(base: np.ndarray, rank: int) -> np.ndarray:
     """Rank `rank`'s input: `base`, shifted by another distance on each rank, so that the nonzeros differ."""
     return np.roll(base, 7919 * rank)
