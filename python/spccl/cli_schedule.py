@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import traceback
 from pathlib import Path
@@ -13,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from . import _ext, errors
+from . import simulate as sim
 from ._schedule_show import as_rows, draw, parse
-from .cli_types import Fail, OutFile, need
+from .cli_types import Fail, OutFile, Size, Sparsity, need
 from .schedule import ScheduleError, compile_file
 
 _KEPT_KIB = 256  # of a slice of float32 with its message: sp_op_order_init
@@ -118,20 +120,36 @@ def compile_command(source: Path, output: Path, ranks: Topologies | None, hosts:
     click.echo(f"{len(plans)} plan(s) in {output}, {len(text)} bytes")
 
 
+def _bytes_of(p: dict[str, Any], text: str, i: int, call: sim.Call) -> float:
+    """Bytes of messages that the rank sends which sends most."""
+    if p["n_ranks"] == 1:
+        return 0.0
+    call = dataclasses.replace(call, root=max(p["root"], 0))
+    hosts = p["n_hosts"] or 1
+    network = sim.Network(hosts, p["n_ranks"] // hosts, 1e10)
+    return sim.predict(network, call, p["name"], sim.Machine(), plan=(text.encode(), i)).rank_bytes
+
+
 @schedule_group.command("check")
 @_source
 @_ranks
 @_hosts
-def check_command(source: Path, ranks: Topologies | None, hosts: Topologies | None) -> None:
+@click.option("--size", type=Size(), default=4 << 20, help="Of the array that the bytes are for.  [default: 4M]")
+@click.option("--sparsity", type=Sparsity(), default=0.99, help="Its fraction of zeros.  [default: 0.99]")
+def check_command(source: Path, ranks: Topologies | None, hosts: Topologies | None, size: int, sparsity: float) -> None:
     """Prove every plan of a file right, or name rank, step and reason.
+
+    Bytes are those of `spccl simulate`: messages of float32 at that sparsity, nonzeros independent.
 
     Exit code 1 if a plan is refused.
     """
-    plans = checked(source, _text_of(source, ranks, hosts))
+    text = _text_of(source, ranks, hosts)
+    plans = checked(source, text)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("plan", "collective", "ranks", "hosts", "root", "adds in", "steps", "hops", "sends", "keeps"):
+    titles = ("plan", "collective", "ranks", "hosts", "root", "adds in", "steps", "hops", "sends", "bytes", "keeps")
+    for title in titles:
         table.add_column(title, justify="left" if title in ("plan", "collective", "adds in") else "right")
-    for p in plans:
+    for i, p in enumerate(plans):
         whole = p["n_chunks"] * (p["n_ranks"] if p["collective"] in ("all_gather", "reduce_scatter") else 1)
         order = "-" if p["collective"] in ("all_gather", "broadcast") else "rank order"
         if not p["rank_order"]:
@@ -146,12 +164,14 @@ def check_command(source: Path, ranks: Topologies | None, hosts: Topologies | No
             str(p["n_steps"]),
             str(p["n_hops"]),
             f"{p['chunks_sent'] / whole:.3g} N",
+            f"{_bytes_of(p, text, i, sim.Call(p['collective'], size, density=1 - sparsity)) / 1e6:.4g} MB",
             f"{p['kept_slices'] * _KEPT_KIB} KiB",
         )
     Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table)
     click.echo(
         "steps: of the rank with most. hops: messages one after the other. sends: dense bytes of the rank that sends\n"
-        "most; N: bytes of the whole array. keeps: memory of a rank for one call of float32."
+        f"most; N: bytes of the whole array. bytes: what that rank sends of {size} bytes, {100 * sparsity:g}% zeros.\n"
+        "keeps: memory of a rank for one call of float32."
     )
     click.echo(f"{len(plans)} plan(s) right, for every rank")
 
