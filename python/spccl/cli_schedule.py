@@ -147,7 +147,7 @@ def check_command(source: Path, ranks: Topologies | None, hosts: Topologies | No
     plans = checked(source, text)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     titles = ("plan", "collective", "ranks", "hosts", "root", "adds in", "steps", "hops", "sends", "bytes", "keeps")
-    for title in titles:
+    for title in (*titles, "GPUs"):
         table.add_column(title, justify="left" if title in ("plan", "collective", "adds in") else "right")
     for i, p in enumerate(plans):
         whole = p["n_chunks"] * (p["n_ranks"] if p["collective"] in ("all_gather", "reduce_scatter") else 1)
@@ -166,6 +166,7 @@ def check_command(source: Path, ranks: Topologies | None, hosts: Topologies | No
             f"{p['chunks_sent'] / whole:.3g} N",
             f"{_bytes_of(p, text, i, sim.Call(p['collective'], size, density=1 - sparsity)) / 1e6:.4g} MB",
             f"{p['kept_slices'] * _KEPT_KIB} KiB",
+            "no" if p["no_gpus"] else "yes",
         )
     Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table)
     click.echo(
@@ -173,6 +174,10 @@ def check_command(source: Path, ranks: Topologies | None, hosts: Topologies | No
         f"most; N: bytes of the whole array. bytes: what that rank sends of {size} bytes, {100 * sparsity:g}% zeros.\n"
         "keeps: memory of a rank for one call of float32."
     )
+    for p in plans:
+        if p["no_gpus"]:
+            root = f", root {p['root']}" if p["root"] >= 0 else ""
+            click.echo(f"not on GPUs: {p['name']} ({p['collective']}), {p['n_ranks']} ranks{root}: {p['no_gpus']}")
     click.echo(f"{len(plans)} plan(s) right, for every rank")
 
 

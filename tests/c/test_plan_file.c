@@ -119,6 +119,55 @@ static const struct {
      "sends on the same queue as step 0, but does not take turns"},
 };
 
+/* Right, but not for GPUs: each by the step that they cannot do. Then plans that they can. */
+static const struct {
+    const char *text, *why;
+} gpus[] = {
+    {PLAN("send chunk=1 src=in to=1@input\nreduce chunk=0 from=1@input own=in at=1 out to=1@result\n"
+          "recv chunk=1 from=1@result out\n",
+          "send chunk=0 src=in to=0@input\nreduce chunk=1 from=0@input own=in at=1 out to=0@result\n"
+          "recv chunk=0 from=0@result out\n"),
+     "rank 0, step 1: it does not add what all ranks have of chunk 0 in rank order, as GPUs do"},
+    {PLAN("reduce chunk=0 own=in at=0 to=1@input turn=0\nreduce chunk=1 own=in at=0 to=1@input turn=0\n"
+          "recv chunk=0 from=1@result out turn=1\nrecv chunk=1 from=1@result out turn=1\n",
+          "reduce chunk=0 from=0@input own=in at=1 out to=0@result turn=0\n"
+          "reduce chunk=1 from=0@input own=in at=1 out to=0@result turn=0\n"),
+     "rank 0, step 0: it makes a sum of chunk 0 that is not finished; on GPUs the owner of a chunk adds all"},
+    /* Both ranks add chunk 0, rank 1 alone chunk 1. */
+    {PLAN("send chunk=0 src=in to=1@input turn=0\n"
+          "reduce chunk=0 from=1@input own=in at=0 out after=0 turn=0\n"
+          "send chunk=1 src=in to=1@input turn=0\nrecv chunk=1 from=1@result out\n",
+          "send chunk=0 src=in to=0@input turn=0\n"
+          "reduce chunk=0 from=0@input own=in at=1 out after=0 turn=0\n"
+          "reduce chunk=1 from=0@input own=in at=1 out to=0@result turn=0\n"),
+     "rank 1, step 2: 1 of 2 ranks add chunk 1; on GPUs one rank adds a chunk, or all ranks add all"},
+    {"spccl-plan 1\nplan broadcast chain ranks=4 hosts=2x2 chunks=1 root=0\n"
+     "rank 0\nsend chunk=0 src=in to=1@input\nrank 1\nrecv chunk=0 from=0@input out to=2@result\n"
+     "rank 2\nrecv chunk=0 from=1@result out to=3@result\nrank 3\nrecv chunk=0 from=2@result out\nend\n",
+     "rank 2, step 0: it takes chunk 0 from rank 1; on GPUs rank 3 sends it"},
+    {PAIRS, ""},
+    /* Rank 1 owns both chunks. */
+    {PLAN("send chunk=0 src=in to=1@input turn=0\nrecv chunk=0 from=1@result out turn=0\n"
+          "send chunk=1 src=in to=1@input turn=0\nrecv chunk=1 from=1@result out turn=0\n",
+          "reduce chunk=0 from=0@input own=in at=1 out to=0@result turn=0\n"
+          "reduce chunk=1 from=0@input own=in at=1 out to=0@result turn=0\n"),
+     ""},
+    {"spccl-plan 1\nplan broadcast relays ranks=4 hosts=2x2 chunks=1 root=0\n"
+     "rank 0\nsend chunk=0 src=in to=1,2@result\nrank 1\nrecv chunk=0 from=0@result out\n"
+     "rank 2\nrecv chunk=0 from=0@result out to=3@result\nrank 3\nrecv chunk=0 from=2@result out\nend\n",
+     ""},
+};
+
+static void test_gpus(void)
+{
+    spccl_plan_info info;
+    for (size_t i = 0; i < sizeof gpus / sizeof *gpus; i++) {
+        CHECK_OK(check_text(gpus[i].text, strlen(gpus[i].text), &info));
+        CHECK(strcmp(info.no_gpus, gpus[i].why) == 0, "plan %zu: \"%s\", wanted \"%s\"", i, info.no_gpus,
+              gpus[i].why);
+    }
+}
+
 static void test_refused(void)
 {
     spccl_plan_info info;
@@ -258,8 +307,13 @@ static void test_other_file(void)
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
-        {"good", test_good}, {"refused", test_refused}, {"mutated", test_mutated},
-        {"long", test_long}, {"groups", test_groups},   {"other_file", test_other_file},
+        {"good", test_good},
+        {"refused", test_refused},
+        {"gpus", test_gpus},
+        {"mutated", test_mutated},
+        {"long", test_long},
+        {"groups", test_groups},
+        {"other_file", test_other_file},
         {NULL, NULL},
     };
     setenv("SPCCL_LOG", "off", 1); /* the tests cause these failures */

@@ -89,7 +89,7 @@ def test_shipped_schedules_in_threads(tmp_path, source):
                 for collective in sorted(collectives):
                     got, wanted = _run(comm, collective, inputs, dtype)
                     assert verify.difference(got, wanted) is None, f"{collective} of {n} {dtype}"
-        assert all(f" of {path.name}, forced" in line for line in comm.describe_schedules())
+        assert all(f" of {path.name}, forced" in line and " on GPUs" in line for line in comm.describe_schedules())
 
     run_threads(4, rank_main, schedule=f"file:{path}")
 
@@ -132,6 +132,33 @@ def test_shipped_schedules_are_right(source):
     assert sum(bool(line.strip()) for line in source.read_text().splitlines()) <= 32
     text = schedule.compile_file(source, [*((n, None) for n in range(2, 10)), (16, 4), (12, 3)])
     assert len(check_text(text)) >= 3
+
+
+# Plan -> on how many ranks and hosts GPUs can run it, of those below.
+ON_GPUS = {
+    "all_pairs": {(2, None), (4, None), (4, 2)},
+    "all_pairs_scatter": {(2, None), (4, None), (4, 2)},
+    "halving_doubling": {(2, None)},
+    "hierarchical": {(2, None), (4, None)},  # on one host it is all_pairs
+    "ring": set(),
+    "ring_gather": {(2, None)},
+    "split": {(2, None)},
+    "tree": {(2, None)},
+    "two_step": {(2, None), (4, None), (4, 2)},  # on 2 hosts it relays as GPUs do
+}
+
+
+def test_which_shipped_schedules_gpus_can_run():
+    """Else the check names the first step that they cannot do."""
+    found = {name: set() for name in ON_GPUS}
+    for ranks, hosts in ((2, None), (4, None), (4, 2)):
+        for source in EXAMPLES:
+            for plan in check_text(schedule.compile_file(source, [(ranks, hosts)])):
+                if plan["no_gpus"]:
+                    assert plan["no_gpus"].startswith("rank "), plan
+                else:
+                    found[plan["name"]].add((ranks, hosts))
+    assert found == ON_GPUS
 
 
 def test_recursive_doubling_of_64_ranks():

@@ -214,7 +214,8 @@ static sp_written_plan *entry_of(const sp_plan_set *set, sp_coll coll, int root)
 }
 
 /* Read, check and keep a plan that fits the group. */
-static spccl_status keep_plan(sp_plan_reader *r, const sp_plan_head *h, int rank, sp_written_plan *e)
+static spccl_status keep_plan(sp_plan_reader *r, const sp_plan_head *h, int rank, const sp_hosts *hosts,
+                              sp_written_plan *e)
 {
     sp_plan *plans[SP_PLAN_RANKS_MAX];
     sp_proof proof;
@@ -228,7 +229,8 @@ static spccl_status keep_plan(sp_plan_reader *r, const sp_plan_head *h, int rank
     st = sp_plan_check_written(h, plans, &proof);
     if (st == SPCCL_OK) {
         sp_plan_destroy(e->plan);
-        *e = (sp_written_plan){*h, proof, plans[rank]};
+        *e = (sp_written_plan){.head = *h, .proof = proof, .plan = plans[rank]};
+        sp_plan_find_owners(h, plans, hosts, &e->owners);
         plans[rank] = NULL;
     }
     for (int i = 0; i < h->n_ranks; i++)
@@ -245,7 +247,7 @@ static spccl_status keep_plans(sp_plan_set *set, int rank, int world_size, const
     while (found) {
         SP_TRY(sp_plan_text_next(&r, &h, &found));
         if (found && fits(&h, world_size, hosts))
-            SP_TRY(keep_plan(&r, &h, rank, entry_of(set, h.coll, h.root)));
+            SP_TRY(keep_plan(&r, &h, rank, hosts, entry_of(set, h.coll, h.root)));
     }
     return SPCCL_OK;
 }
@@ -271,4 +273,14 @@ const sp_written_plan *sp_plan_set_find(const sp_plan_set *set, sp_coll coll, in
 {
     const sp_written_plan *e = entry_of(set, coll, root);
     return e->plan != NULL ? e : NULL;
+}
+
+void sp_plan_set_each(const sp_plan_set *set, void (*fn)(void *ctx, const sp_written_plan *plan), void *ctx)
+{
+    for (int coll = 0; coll < SP_N_COLLS; coll++)
+        for (int root = 0; root < (coll == SP_BROADCAST ? set->n_roots : 1); root++) {
+            const sp_written_plan *e = sp_plan_set_find(set, (sp_coll)coll, root);
+            if (e != NULL)
+                fn(ctx, e);
+        }
 }

@@ -3,12 +3,13 @@
 #ifndef SP_PLAN_FILE_H
 #define SP_PLAN_FILE_H
 
-#include "core/plan/plan_text.h"
+#include "core/plan/plan_owners.h"
 
 /* One plan of the group. It is checked. */
 typedef struct sp_written_plan {
     sp_plan_head head;
     sp_proof proof;
+    sp_owners owners;
     sp_plan *plan; /* of this rank; NULL: the file has none */
 } sp_written_plan;
 
@@ -28,6 +29,8 @@ const char *sp_plan_set_name(const sp_plan_set *set);
 spccl_status sp_plan_set_select(sp_plan_set *set, int rank, int world_size, const sp_hosts *hosts);
 /* NULL: the file has no plan for this collective. root: of a broadcast. */
 const sp_written_plan *sp_plan_set_find(const sp_plan_set *set, sp_coll coll, int root);
+/* Call fn for each plan. */
+void sp_plan_set_each(const sp_plan_set *set, void (*fn)(void *ctx, const sp_written_plan *plan), void *ctx);
 
 /* Check a plan that was read, and note which of its steps may get sums. Errors: SETTING, NOMEM. */
 spccl_status sp_plan_check_written(const sp_plan_head *head, sp_plan *const *plans, sp_proof *out);

@@ -1,9 +1,26 @@
 /* plan_info.c - spccl_plan_check: the check of plan files for the command and for programs. */
 #include "core/base/abi.h"
+#include "core/base/mem.h"
 #include "core/plan/plan_file.h"
 #include "spccl_experimental.h"
 
 #include <string.h>
+
+/* Say what GPUs cannot do of a plan that is right. */
+static spccl_status look_for_gpus(const sp_plan_head *h, sp_plan *const *plans, spccl_plan_info *info)
+{
+    int host_of[SP_PLAN_RANKS_MAX];
+    sp_hosts *hosts = NULL;
+    sp_owners owners;
+    for (int r = 0; r < h->n_ranks; r++)
+        host_of[r] = h->n_hosts > 1 ? r / h->per_host : 0;
+    SP_TRY(sp_hosts_create(host_of, h->n_ranks, &hosts));
+    sp_plan_find_owners(h, plans, hosts, &owners);
+    sp_free(hosts);
+    _Static_assert(sizeof info->no_gpus == sizeof owners.why_not, "the same text");
+    memcpy(info->no_gpus, owners.why_not, sizeof owners.why_not);
+    return SPCCL_OK;
+}
 
 /* Read and check the plan whose head was just read. */
 static spccl_status check_plan(sp_plan_reader *r, const sp_plan_head *h, spccl_plan_info *info)
@@ -13,6 +30,8 @@ static spccl_status check_plan(sp_plan_reader *r, const sp_plan_head *h, spccl_p
     spccl_status st;
     SP_TRY(sp_plan_text_steps(r, h, plans));
     st = sp_plan_check_written(h, plans, &proof);
+    if (st == SPCCL_OK)
+        st = look_for_gpus(h, plans, info);
     for (int i = 0; i < h->n_ranks; i++) {
         info->n_steps = plans[i]->n_steps > info->n_steps ? plans[i]->n_steps : info->n_steps;
         sp_plan_destroy(plans[i]);

@@ -167,6 +167,15 @@ static void comm_free(spccl_comm *comm)
     sp_free(comm);
 }
 
+static void log_plan(void *ctx, const sp_written_plan *p)
+{
+    const spccl_comm *comm = ctx;
+    bool on_gpus = p->owners.why_not[0] == '\0';
+    sp_log(SP_LOG_INFO, comm->rank, "plan %s of %s for %s: %s%s", p->head.name, sp_plan_set_name(comm->plans),
+           sp_coll_name(p->head.coll),
+           on_gpus ? "on CPUs and GPUs" : "on CPUs, not on GPUs: ", p->owners.why_not);
+}
+
 /* Make the communicator. *peers_know: as in sp_links, after a failure. */
 static spccl_status create_comm(const spccl_store *store, const spccl_config *config, sp_boot_config *boot,
                                 bool *peers_know, spccl_comm **out)
@@ -193,8 +202,10 @@ static spccl_status create_comm(const spccl_store *store, const spccl_config *co
     boot->profile_hash = sp_profile_file_hash(comm->profile);
     boot->deadline_ns = sp_deadline_in_ms(comm->timeout_ms);
     SP_TRY_TO(fail, st, sp_links_open(&comm->links, store, boot));
-    if (comm->plans != NULL)
+    if (comm->plans != NULL) {
         SP_TRY_TO(fail, st, sp_plan_set_select(comm->plans, comm->rank, comm->world_size, comm->links.hosts));
+        sp_plan_set_each(comm->plans, log_plan, comm);
+    }
     comm->tunes_slices = comm->tunes_slices && (comm->links.any_forces & SP_BOOT_FORCES_SLICES) == 0;
     SP_TRY_TO(fail, st,
               sp_exec_init(&comm->exec, &comm->links, comm->kernels,

@@ -45,7 +45,7 @@ struct spccl_comm {
     bool tunes, tunes_slices;        /* tuner.h: schedules, and slice sizes */
     struct sp_profile_file *profile; /* owned; NULL: none (profile_file.h) */
     size_t slice_bytes, queue_bytes;
-    char schedule_text[500]; /* of spccl_comm_describe_schedule */
+    char schedule_text[700]; /* of spccl_comm_describe_schedule */
     char local_ip[80];       /* of spccl_comm_local_ip */
     const sp_kernels *kernels;
     sp_links links;

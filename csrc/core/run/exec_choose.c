@@ -7,6 +7,7 @@
 #include <stdio.h>
 
 #define TEXT_CAP 400
+#define GPUS_CAP 230
 
 void sp_exec_note(sp_exec *x, const sp_op *op, const char *what, const sp_choice *choice)
 {
@@ -47,7 +48,7 @@ static void note_choice(sp_exec *x, const sp_op *op, const sp_choice *choice)
     uint32_t i = 0, n;
     bool is_new, other;
     sp_chosen *c;
-    char text[TEXT_CAP];
+    char text[TEXT_CAP + GPUS_CAP];
     pthread_mutex_lock(&x->choices_mu);
     n = x->n_choices < SP_EXEC_CHOICES ? x->n_choices : SP_EXEC_CHOICES;
     while (i < n && !is_kind(&x->choices[i], op))
@@ -102,7 +103,7 @@ spccl_status sp_exec_choose(sp_exec *x, sp_op *op)
 bool sp_exec_describe_choice(sp_exec *x, size_t i, char *text, size_t cap)
 {
     sp_chosen c = {.coll = SP_N_COLLS};
-    char why[TEXT_CAP], from[120] = "";
+    char why[TEXT_CAP], from[120] = "", gpus[GPUS_CAP] = "";
     pthread_mutex_lock(&x->choices_mu);
     if (i < x->n_choices && i < SP_EXEC_CHOICES)
         c = x->choices[i];
@@ -111,11 +112,15 @@ bool sp_exec_describe_choice(sp_exec *x, size_t i, char *text, size_t cap)
         return false;
     c.choice.schedule = c.schedule;
     sp_choice_describe(&c.choice, why, sizeof why);
-    if (c.written != NULL)
+    if (c.written != NULL) {
+        bool on_gpus = c.written->owners.why_not[0] == '\0';
         snprintf(from, sizeof from, "plan %s of %s, ", c.written->head.name, c.plans);
-    else if (c.plans != NULL)
+        snprintf(gpus, sizeof gpus, "%s%s",
+                 on_gpus ? "; on GPUs too" : "; not on GPUs: ", c.written->owners.why_not);
+    } else if (c.plans != NULL) {
         snprintf(from, sizeof from, "%s has no plan for it, ", c.plans);
-    snprintf(text, cap, "%s of %llu %s: %s%s%s", sp_coll_name(c.coll), (unsigned long long)c.n_elems,
-             sp_dtype_name(c.dtype), from, c.is_forced ? "forced " : "", why);
+    }
+    snprintf(text, cap, "%s of %llu %s: %s%s%s%s", sp_coll_name(c.coll), (unsigned long long)c.n_elems,
+             sp_dtype_name(c.dtype), from, c.is_forced ? "forced " : "", why, gpus);
     return true;
 }

@@ -95,7 +95,8 @@ static spccl_info_entry plans_entry(void)
         .why =
             is_file
                 ? "SPCCL_SCHEDULE; collectives and groups that it has no plan for take the automatic choice "
-                  "(spccl_comm_describe_schedule); a call keeps at most 128 slices: 32 MiB of float32, 80 "
+                  "(spccl_comm_describe_schedule, which says of each plan whether GPUs can run it); a call "
+                  "keeps at most 128 slices: 32 MiB of float32, 80 "
                   "MiB of "
                   "one-byte elements; a group works on at most 8 calls at a time"
                 : "plans from a text file: only if SPCCL_SCHEDULE=file:PATH or spccl_config.schedule names "
