@@ -403,9 +403,9 @@ SPCCL_API void spccl_request_free(spccl_request *req);
 
 /* ---- CUDA ------------------------------------------------------------------------------------------ */
 /* Collectives on GPU memory, between GPUs that map each other's memory over NVLink or PCIe. Each is one launch on the
- * caller's stream. No call waits for the GPU or reads sizes from it: CUDA graphs can hold all. The results have the
- * same bits as those of the host collectives. `stream` is a cudaStream_t of the communicator's GPU; NULL is the
- * default stream. */
+ * caller's stream; some plans of files take several. No call waits for the GPU or reads sizes from it: CUDA graphs can
+ * hold all. The results have the same bits as those of the host collectives. `stream` is a cudaStream_t of the
+ * communicator's GPU; NULL is the default stream. */
 /* The settings SPCCL_MAX_CTAS, SPCCL_INBOX_BYTES and SPCCL_CUDA_ROUTE win over the program's. `fallback` says what the
  * caller does after UNREACHABLE or UNSUPPORTED. All ranks give the same number; else: MISMATCH. */
 typedef struct spccl_cuda_config {
@@ -434,7 +434,7 @@ SPCCL_API spccl_status spccl_cuda_attach(spccl_comm *comm, const spccl_cuda_conf
 /* They return once the kernel is launched. If a rank does not take part, dies or aborts, the kernel ends within the
  * communicator's timeout. The communicator is then broken, spccl_comm_async_error says who was missing, and the GPU
  * stays usable. Errors of the call: ARG (also for host memory or another GPU's), DTYPE, ALIAS, STATE (no GPU is
- * attached), DEVICE, or the error that broke the communicator. */
+ * attached), UNSUPPORTED (a plan that GPUs cannot run), DEVICE, or the error that broke the communicator. */
 SPCCL_API spccl_status spccl_cuda_all_gather(spccl_comm *comm, const void *in, void *out, size_t n_elems,
                                              spccl_dtype dtype, void *stream);
 SPCCL_API spccl_status spccl_cuda_reduce_scatter(spccl_comm *comm, const void *in, void *out, size_t n_elems,

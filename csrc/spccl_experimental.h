@@ -125,6 +125,9 @@ typedef struct spccl_plan_info {
 /* Check the i-th plan of a text, as a group that loads it does. Errors: SETTING (the text of the error names plan, rank,
  * step and reason), ARG (no i-th plan), NOMEM. */
 SPCCL_API spccl_status spccl_plan_check(const void *text, size_t bytes, size_t i, spccl_plan_info *out);
+/* Whether the GPU kernels run what the communicator's plan file has for a collective ("all_reduce", ...; root: of a
+ * broadcast). Errors: UNSUPPORTED (the text names plan, rank, step and reason; so does the call itself), ARG. */
+SPCCL_API spccl_status spccl_cuda_check_plan(spccl_comm *comm, const char *collective, int root);
 
 /* ---- the simulator: what a collective would cost on hosts that are not there ----------------------- */
 /* It runs the plans of all ranks, slice by slice, on a model of hosts, links and CPUs (docs/SIMULATE.md). */

@@ -274,10 +274,10 @@ class Communicator:
         """One line for each kind of call so far (collective, elements, dtype): which schedule it takes, and why.
 
         "all_reduce of 1000 float32: oneshot (assumed 100% and 100% nonzero; direct 4.39 us; oneshot 2.839 us)": the
-        call; the schedule, after "forced " if SPCCL_SCHEDULE names it, or which plan of a plan file, or that the file
-        has none; densities of an input and of the sum, "measured" in earlier calls or "assumed"; the time that each
-        candidate is estimated to take; what the tuner does: "tuning", or "tuned", and the slice size. They are as they
-        were when one of them last changed. 64 kinds are kept.
+        call; the schedule, after "forced " if SPCCL_SCHEDULE names it, or which plan of a plan file, and whether GPUs
+        can run it, or that the file has none; densities of an input and of the sum, "measured" in earlier calls or
+        "assumed"; the time that each candidate is estimated to take; what the tuner does: "tuning", or "tuned", and the
+        slice size. They are as they were when one of them last changed. 64 kinds are kept.
         Empty before the first call.
         Raises: StateError after close().
         """

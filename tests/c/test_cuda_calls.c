@@ -1,5 +1,6 @@
 /* test_cuda_calls.c - calls of GPU collectives that are refused before anything is launched, after which the
  * group still works; inboxes of many sizes; the counters. Ranks are threads. --small: for sanitizers. */
+#include "cuda_plans.h"
 #include "cuda_sums.h"
 
 #include "core/base/bits.h"
@@ -86,6 +87,37 @@ static void test_refusals(void)
 
     want(SPCCL_ERR_ARG, spccl_cuda_attach(NULL, NULL), "attach without a communicator");
     run_scene(2, refuses, NULL);
+}
+
+/* A plan that GPUs cannot run: refused by its step. Others of the file run as they say: the root of a broadcast owns
+ * three chunks, which are three launches, and nobody else sends. */
+static void refuses_plan(struct rank_ctx *c)
+{
+    const struct rank_buffer *m = &rank_buffers[c->rank];
+    spccl_cuda_stats s = {.struct_bytes = sizeof s};
+    static const char why[] = "rank 0, step 0: it does not add what all ranks have of chunk 0 in rank order";
+    if (!attach_gpu(c->comm, c->rank, 0))
+        return;
+    CHECK_FAILS(sum(c, 9, SPCCL_FLOAT32), SPCCL_ERR_UNSUPPORTED, why);
+    CHECK_FAILS(spccl_cuda_check_plan(c->comm, "all_reduce", 0), SPCCL_ERR_UNSUPPORTED, why);
+    want(SPCCL_ERR_ARG, spccl_cuda_check_plan(c->comm, "reduce", 0), "a collective that spccl lacks");
+    CHECK(n_launched(c->comm) == 0, "a refused call has launched a kernel");
+    CHECK_OK(spccl_cuda_check_plan(c->comm, "broadcast", 0));
+    CHECK_OK(spccl_cuda_broadcast(c->comm, m->out_d, 9000, SPCCL_FLOAT32, 0, m->on));
+    CHECK_OK(spccl_cuda_wait(c->comm, m->on, wait_ms()));
+    CHECK_OK(spccl_cuda_get_stats(c->comm, &s));
+    CHECK(s.n_collectives == 3 && (s.wire_bytes_sent != 0) == (c->rank == 0), "%llu launches, %llu bytes",
+          (unsigned long long)s.n_collectives, (unsigned long long)s.wire_bytes_sent);
+}
+
+static void test_plan(void)
+{
+    struct owned p = {.n_ranks = 2, .n_chunks = 3, .own_last = true};
+    struct rank_ctx ctx[RANKS_CAP];
+    setenv("SPCCL_SCHEDULE", write_owned(&p), 1);
+    run_ranks(2, NULL, refuses_plan, NULL, ctx);
+    unlink(getenv("SPCCL_SCHEDULE") + 5);
+    unsetenv("SPCCL_SCHEDULE");
 }
 
 /* ---- attaching ---- */
@@ -209,10 +241,13 @@ static void test_handle_offset(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {
-        {"refusals", test_refusals},           {"inbox", test_inbox},
-        {"one_worker", test_one_worker},       {"counters", test_counters},
-        {"handle_offset", test_handle_offset}, {NULL, NULL}};
+    static const struct test_case cases[] = {{"refusals", test_refusals},
+                                             {"plan", test_plan},
+                                             {"inbox", test_inbox},
+                                             {"one_worker", test_one_worker},
+                                             {"counters", test_counters},
+                                             {"handle_offset", test_handle_offset},
+                                             {NULL, NULL}};
     cuda_test_start(&argc, argv);
     make_rank_buffers(N_RANKS, CAP);
     return test_main(cases, argc, argv);

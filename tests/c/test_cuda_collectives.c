@@ -3,7 +3,7 @@
  * different ones on different ranks. Formats are forced, CTAs are few, calls are in place, arrays are
  * unaligned. Only the output may be written. Ranks are threads; several may share a GPU. --small: for
  * sanitizers. --long: 8 ranks; SPCCL_TEST_ROUNDS=n: more cases. */
-#include "cuda_cases.h"
+#include "cuda_plans.h"
 
 /* ---- cases ---- */
 
@@ -54,13 +54,23 @@ static void test_schedules(void)
     }
 }
 
+/* Plans from files: only here owners are not the ranks in their order. */
+static void test_plans(void)
+{
+    static const struct owned plans[] = {{.n_ranks = 2, .n_chunks = 5}, /* --small has buffers for 2 ranks */
+                                         {.n_ranks = 3, .n_chunks = 7},
+                                         {.n_ranks = 2, .n_chunks = 5, .one_hop = true},
+                                         {.n_ranks = 4, .n_chunks = 1},
+                                         {.n_ranks = 5, .n_chunks = 40}};
+    for (size_t i = 0; i < (is_small ? 1 : sizeof plans / sizeof *plans); i++)
+        run_owned(1, plans[i], (struct group){.format = SPCCL_FORMAT_AUTO, .n_random = is_small ? 6 : 25});
+}
+
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"ranks", test_ranks},
-                                             {"formats", test_formats},
-                                             {"few_blocks", test_few_blocks},
-                                             {"schedules", test_schedules},
-                                             {NULL, NULL}};
+    static const struct test_case cases[] = {{"ranks", test_ranks},           {"formats", test_formats},
+                                             {"few_blocks", test_few_blocks}, {"schedules", test_schedules},
+                                             {"plans", test_plans},           {NULL, NULL}};
     cuda_test_start(&argc, argv);
     make_rank_buffers(is_small ? 2 : is_long || is_slow ? 8 : 5, total_bytes() + 4 * GUARD_BYTES);
     return test_main(cases, argc, argv);

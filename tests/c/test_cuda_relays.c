@@ -1,6 +1,7 @@
 /* test_cuda_relays.c - GPUs on several hosts (cuda_hosts.h) whose results cross to each host once: they must have the same
  * bits as the host's collectives, and no more bytes may cross than needed. */
 #include "cuda_hosts.h"
+#include "cuda_plans.h"
 
 #include "core/gpu/proxy/proxy.h"
 
@@ -120,6 +121,18 @@ static void test_relayed_bytes(void)
     }
 }
 
+/* Plans from files: relayed; and direct, which turns relays off. */
+static void test_plans(void)
+{
+    static const struct owned plans[] = {{.n_ranks = 4, .per_host = 2, .n_chunks = 6},
+                                         {.n_ranks = 4, .n_chunks = 5},
+                                         {.n_ranks = 6, .per_host = 3, .n_chunks = 4}};
+    for (size_t i = 0; i < (is_small ? 1 : sizeof plans / sizeof *plans); i++) {
+        next_proxies();
+        run_owned(2, plans[i], (struct group){.format = SPCCL_FORMAT_AUTO, .max_ctas = 2, .n_random = 10});
+    }
+}
+
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {{"relays", test_relays},
@@ -127,6 +140,7 @@ int main(int argc, char **argv)
                                              {"uneven_hosts", test_uneven_hosts},
                                              {"skipped_bytes", test_skipped_bytes},
                                              {"relayed_bytes", test_relayed_bytes},
+                                             {"plans", test_plans},
                                              {NULL, NULL}};
     start_hosts(&argc, argv, 16);
     return test_main(cases, argc, argv);

@@ -103,6 +103,7 @@ static sp_fused_args plan_of(const sp_gpu_limits *l, sp_inbox_shape s, sp_fused_
                              spccl_dtype dtype, spccl_format format)
 {
     sp_fused_args a = {.op = op, .n_elems = n, .dtype = dtype, .format = format, .shape = s};
+    a.n_shards = l->world_size;
     sp_tune_gpu_plan(l, &a);
     return a;
 }

@@ -107,6 +107,10 @@ typedef struct sp_fused_args {
     uint64_t timeout_ns;                     /* of each wait */
     uint32_t seq;                            /* number of the launch, for reports */
     sp_fused_remote remote;                  /* of peers on other hosts */
+    /* The shard of each rank. All-reduce, broadcast: any of n_shards, or n_shards: the rank owns none. Else its number.
+     * Placed before `remote` they doubled the spills of the kernels for several hosts (nvcc 13.0, sm_90). */
+    uint16_t shards[SP_GPU_RANKS_MAX];
+    uint32_t n_shards;
 } sp_fused_args;
 
 /* ---- the codec on GPU memory ---- */

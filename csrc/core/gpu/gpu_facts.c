@@ -253,13 +253,28 @@ static spccl_status check_size(const sp_attach *a, const struct hosts *h)
     return SPCCL_OK;
 }
 
+/* The way of results that plans of a file ask for, on GPUs that can relay them: relays count before others. */
+static void find_way(void *ctx, const sp_written_plan *plan)
+{
+    sp_results *way = ctx;
+    if (plan->owners.why_not[0] == '\0' && plan->owners.results > *way)
+        *way = plan->owners.results;
+}
+
+static bool wants_no_relays(const spccl_comm *comm)
+{
+    sp_results way = SP_RESULTS_NONE;
+    if (comm->plans != NULL)
+        sp_plan_set_each(comm->plans, find_way, &way);
+    return way == SP_RESULTS_DIRECT || (comm->schedule_forced && comm->schedule == SP_SCHED_DIRECT);
+}
+
 /* If all hosts have the same number of ranks, two or more, the ranks of a host relay results to each other. */
 static void find_relays(sp_attach *a, const struct hosts *h)
 {
     sp_fused_relays *relays = &a->g->relays;
     a->g->limits.n_remote = (uint32_t)a->comm->world_size - h->least;
-    if (h->least != h->most || h->least < 2 ||
-        (a->comm->schedule_forced && a->comm->schedule == SP_SCHED_DIRECT))
+    if (h->least != h->most || h->least < 2 || wants_no_relays(a->comm))
         return;
     relays->n_hosts = h->n_hosts;
     relays->host = h->of[a->comm->rank];

@@ -193,7 +193,7 @@ template <class G, bool REDUCES> struct sp_host_gatherer {
                 continue;
             uint32_t rank = __shfl_sync(~0u, rank_here, lane), slot = __shfl_sync(~0u, slot_here, lane);
             sp_view v = recv_side.view(e);
-            U *dst = (U *)ctx.a.out + rank * ctx.a.shard_stride + split.start(t);
+            U *dst = (U *)ctx.a.out + split.shard_base(rank) + split.start(t);
             bool zeros = false;
             if (patches) {
                 uint32_t owner_slot = sp_inbox_slot(ctx.me(), rank, (uint32_t)ctx.a.world_size);

@@ -101,11 +101,11 @@ extern "C" spccl_status sp_fused_cuda(const sp_fused_args *a, void *stream)
 {
     sp_fused_kernel kernel = kernel_of(a);
     size_t shared = block_bytes(a->op, a->workers_per_cta, a->n_served, a->remote.slots != 0);
-    uint64_t slices = (a->n_elems + a->slice_elems - 1) / a->slice_elems, p = (uint64_t)a->world_size;
+    uint64_t slices = (a->n_elems + a->slice_elems - 1) / a->slice_elems, n = a->n_shards;
     bool sharded = a->op == SP_FUSED_ALL_REDUCE || a->op == SP_FUSED_BROADCAST;
     sp_fused_args args = *a;
     void *params[] = {&args};
-    args.shard_slices = sharded ? (slices + p - 1) / p : slices;
+    args.shard_slices = sharded ? (slices + n - 1) / n : slices;
     args.shard_stride = sharded                                ? args.shard_slices * a->slice_elems
                         : a->op == SP_FUSED_ALL_REDUCE_ONESHOT ? 0
                                                                : a->n_elems;

@@ -123,38 +123,38 @@ struct sp_feed_list {
 struct sp_feed_ranges {
     const sp_feed_list &list;
     uint32_t worker, k;
-    uint32_t first, shard; // ranks: owner of contribution 0, owner of this item (unused if stride is 0)
+    uint32_t first, owner; // ranks: owner of contribution 0, owner of this item (unused if stride is 0)
     uint32_t slice;        // its number in the shard
     uint32_t step;         // slices from the last worker's to the first worker's next one
     uint32_t cut;          // slices per shard; 0 if the input is no array of shards
     uint64_t stride;       // elements from one shard to the next in the input
 
     __device__ __forceinline__ sp_feed_ranges(const sp_feed_list &l, uint32_t q)
-        : list(l), worker(0), k(0), first(0), shard(0), slice(q),
+        : list(l), worker(0), k(0), first(0), owner(0), slice(q),
           step(l.a.n_ctas * l.a.workers_per_cta - l.n_served + 1),
           cut(sp_is_sharded(l.a) ? (uint32_t)l.a.shard_slices : 0),
           stride(l.a.op == SP_FUSED_ALL_GATHER ? 0 : l.a.shard_stride)
     {
         if (list.n_inputs != 0)
             first = sp_inbox_peer((uint32_t)l.a.rank, 0, (uint32_t)l.a.world_size);
-        shard = first;
+        owner = first;
     }
     // The range of this item; it has no elements if the item lies past the end. Goes on to the next item.
     __device__ __forceinline__ sp_range next()
     {
         const sp_fused_args &a = list.a;
-        uint32_t i = shard * cut + slice;
+        uint32_t shard = a.shards[owner], i = shard * cut + slice;
         sp_range r = {shard * stride + (uint64_t)slice * a.slice_elems, i < a.whole_slices    ? a.slice_elems
                                                                         : i == a.whole_slices ? a.rest_elems
                                                                                               : 0};
         if (slice >= (uint32_t)a.shard_slices) // here the next shard begins
             r.n = 0;
         if (++k < list.n_each) {
-            shard = shard + 1 < (uint32_t)a.world_size ? shard + 1 : 0;
+            owner = owner + 1 < (uint32_t)a.world_size ? owner + 1 : 0;
             return r;
         }
         k = 0;
-        shard = first;
+        owner = first;
         worker = worker + 1 < list.n_served ? worker + 1 : 0;
         slice += worker != 0 ? 1 : step;
         return r;
@@ -333,7 +333,7 @@ __device__ __forceinline__ void sp_gather(const sp_warp_context<false> &ctx, sp_
         recv_side.prefetch(split.elems(mine, t + 1));
         for (uint32_t k = 0; k < ctx.n_peers; k++) {
             sp_view v = recv_side.view(k);
-            U *dst = (U *)ctx.a.out + (k + (k >= ctx.me() ? 1 : 0)) * ctx.a.shard_stride + split.start(t);
+            U *dst = (U *)ctx.a.out + split.shard_base(k + (k >= ctx.me() ? 1 : 0)) + split.start(t);
             bool zeros =
                 patches && (sp_load_acquire_cta(progress.cleared + recv_side.slot_of(k)) >> t % 32 & 1) != 0;
             if (v.n != 0 && !sp_result_store<G>(ctx.lane, v, (U *)smem.buf, dst, zeros))

@@ -4,7 +4,7 @@
 
 #include "core/contract/gpu.h"
 
-// True if n_elems counts a whole array of which each rank owns a shard (all-reduce, broadcast). Otherwise
+// True if n_elems counts a whole array of which each rank owns a shard or none (all-reduce, broadcast). Otherwise
 // each rank owns n_elems elements: its block, or in ALL_REDUCE_ONESHOT the whole array.
 __device__ __forceinline__ bool sp_is_sharded(const sp_fused_args &a)
 {
@@ -61,9 +61,14 @@ struct sp_work_split {
         first = q * a.slice_elems;
         pace = n_q * a.slice_elems;
     }
+    // Where the shard of a rank begins in the buffer that holds all shards, in elements.
+    __device__ __forceinline__ uint64_t shard_base(uint32_t rank) const
+    {
+        return a.shards[rank] * a.shard_stride;
+    }
     __device__ __forceinline__ sp_shard shard(uint32_t rank) const
     {
-        uint64_t base = rank * a.shard_stride, before = sp_is_sharded(a) ? base : 0;
+        uint64_t base = shard_base(rank), before = sp_is_sharded(a) ? base : 0;
         return {base, a.n_elems > before ? a.n_elems - before : 0};
     }
     // Where slice t starts in its shard, in elements.

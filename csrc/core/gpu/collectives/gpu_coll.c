@@ -6,6 +6,7 @@
 #include "core/base/abi.h"
 #include "core/base/clock.h"
 #include "core/base/dtype.h"
+#include "spccl_experimental.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -33,6 +34,66 @@ static spccl_status check_devices(const sp_gpu_comm *g, const sp_coll_args *a)
     return st == SPCCL_OK ? st : SP_FAIL(st, "rank %d: %s", g->comm->rank, spccl_last_error());
 }
 
+/* ---- plans from files ---- */
+
+/* Take the plan that a file has for this call. Errors: UNSUPPORTED (the kernels cannot run it). */
+static spccl_status take_plan(spccl_comm *comm, sp_coll_args *a)
+{
+    const sp_gpu_comm *g = atomic_load(&comm->gpu);
+    const sp_owners *o;
+    const char *why;
+    if (comm->plans == NULL)
+        return SPCCL_OK;
+    a->written = sp_plan_set_find(comm->plans, a->coll, a->root);
+    if (a->written == NULL)
+        return SPCCL_OK;
+    o = &a->written->owners;
+    why = o->why_not;
+    if (why[0] == '\0' && g != NULL && o->results != SP_RESULTS_NONE &&
+        (o->results == SP_RESULTS_RELAYED) != (g->relays.n_hosts != 0))
+        why = o->results == SP_RESULTS_RELAYED ? "it relays results, and the GPUs of this group do not"
+                                               : "it sends results directly; another plan of the file relays "
+                                                 "them, and so do this group's GPUs";
+    if (why[0] == '\0')
+        return SPCCL_OK;
+    return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
+                   "rank %d: plan %s of %s cannot run on GPUs: %s (docs/SCHEDULES.md); in torch "
+                   "SPCCL_CUDA_ROUTE=auto+stage runs it in host memory",
+                   comm->rank, a->written->head.name, sp_plan_set_name(comm->plans), why);
+}
+
+spccl_status spccl_cuda_check_plan(spccl_comm *comm, const char *collective, int root)
+{
+    sp_coll_args a = {.coll = SP_ALL_GATHER, .root = root};
+    SP_TRY(sp_comm_check(comm, "spccl_cuda_check_plan"));
+    while (a.coll < SP_N_COLLS && (collective == NULL || strcmp(sp_coll_name(a.coll), collective) != 0))
+        a.coll++;
+    if (a.coll == SP_N_COLLS || root < 0 || root >= comm->world_size)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_check_plan: collective \"%s\", root %d",
+                       collective != NULL ? collective : "NULL", root);
+    return take_plan(comm, &a);
+}
+
+/* Does the plan say which rank owns which chunk? */
+static const sp_owners *owners_of(const sp_coll_args *a)
+{
+    return a->written != NULL && a->written->owners.n_chunks != 0 ? &a->written->owners : NULL;
+}
+
+/* The shards of launch `round`: chunk number `round` of each owner. Without a plan rank r has shard r. */
+static void set_shards(sp_fused_args *f, const sp_owners *o, int round)
+{
+    int seen[SP_GPU_RANKS_MAX] = {0};
+    f->n_shards = o != NULL ? (uint32_t)o->n_chunks : (uint32_t)f->world_size;
+    for (int r = 0; r < f->world_size; r++)
+        f->shards[r] = (uint16_t)(o != NULL ? o->n_chunks : r);
+    for (int c = 0; o != NULL && c < o->n_chunks; c++)
+        if (seen[o->of[c]]++ == round)
+            f->shards[o->of[c]] = (uint16_t)c;
+}
+
+/* ---- the call ---- */
+
 static sp_fused_args make_args(sp_gpu_comm *g, const sp_coll_args *a)
 {
     const spccl_comm *comm = g->comm;
@@ -41,6 +102,8 @@ static sp_fused_args make_args(sp_gpu_comm *g, const sp_coll_args *a)
     sp_fused_args f;
     if (g->max_ctas != 0)
         limits.max_ctas = g->max_ctas;
+    if (a->written != NULL)
+        limits.hops = a->written->owners.one_hop ? 1 : 2;
     f = (sp_fused_args){.op = calls[a->coll].op,
                         .dtype = a->dtype,
                         .redop = a->redop,
@@ -58,6 +121,7 @@ static sp_fused_args make_args(sp_gpu_comm *g, const sp_coll_args *a)
                         .timeout_ns = timeout_ms < INT64_MAX / 1000000 ? (uint64_t)timeout_ms * 1000000u
                                                                        : (uint64_t)INT64_MAX,
                         .seq = g->n_launches};
+    set_shards(&f, owners_of(a), 0);
     sp_tune_gpu_plan(&limits, &f);
     if (g->proxies == NULL) {
         memcpy(f.inboxes, g->inboxes, sizeof f.inboxes);
@@ -87,24 +151,41 @@ spccl_status spccl_cuda_set_options(spccl_comm *comm, const spccl_cuda_options *
     return SPCCL_OK;
 }
 
+/* Launch f as the next of the communicator. */
+static spccl_status launch_next(sp_gpu_comm *g, const sp_coll_args *a, sp_fused_args *f, void *stream,
+                                bool captured)
+{
+    f->seq = g->n_launches;
+    g->history[f->seq % SP_GPU_HISTORY] = (sp_gpu_launch){.seq = f->seq,
+                                                          .coll = a->coll,
+                                                          .n_elems = a->n_elems,
+                                                          .dtype = a->dtype,
+                                                          .timeout_ns = f->timeout_ns};
+    sp_proxies_wake(g->proxies, captured);
+    SP_TRY(g->ops->fused(f, stream));
+    g->n_launches++;
+    return SPCCL_OK;
+}
+
 /* The GPU is current, mu is held. *launching = true once a failure would let peers wait for this rank for
- * ever. */
+ * ever. A plan in which a rank owns several chunks takes that many launches. */
 static spccl_status launch_locked(sp_gpu_comm *g, const sp_coll_args *a, void *stream, bool *launching)
 {
+    const sp_owners *owners = owners_of(a);
     sp_gpu_order order;
     unsigned long long capture;
     sp_fused_args f;
     SP_TRY(sp_gpu_order_begin(g, stream, &order));
     f = make_args(g, a);
-    g->history[f.seq % SP_GPU_HISTORY] = (sp_gpu_launch){
-        .seq = f.seq, .coll = a->coll, .n_elems = a->n_elems, .dtype = a->dtype, .timeout_ns = f.timeout_ns};
     capture = order.capture;
     if (g->proxies != NULL && g->caller_orders)
         SP_TRY(g->ops->capture_id(stream, &capture));
     *launching = true;
-    sp_proxies_wake(g->proxies, capture != 0);
-    SP_TRY(g->ops->fused(&f, stream));
-    g->n_launches++;
+    SP_TRY(launch_next(g, a, &f, stream, capture != 0));
+    for (int round = 1; owners != NULL && round < sp_owners_most(owners); round++) {
+        set_shards(&f, owners, round);
+        SP_TRY(launch_next(g, a, &f, stream, capture != 0));
+    }
     return sp_gpu_order_end(g, stream, &order);
 }
 
@@ -118,6 +199,7 @@ static spccl_status submit(spccl_comm *comm, sp_coll_args *a, void *stream)
     SP_TRY(sp_coll_check(comm, a, &total_bytes));
     SP_TRY(sp_gpu_comm_get(comm, calls[a->coll].name, &g));
     SP_TRY(sp_gpu_refuse_broken(comm));
+    SP_TRY(take_plan(comm, a));
     if (a->n_elems == 0)
         return SPCCL_OK;
     SP_TRY(check_devices(g, a));

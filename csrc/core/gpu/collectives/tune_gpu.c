@@ -87,11 +87,10 @@ static bool reduces(sp_fused_op op)
 }
 
 /* Slices of a rank's shard; where there are no shards (one hop): of the array. */
-static uint64_t slices_per_rank(const sp_gpu_limits *l, sp_fused_op op, uint64_t n_elems,
-                                uint32_t slice_elems)
+static uint64_t slices_per_rank(const sp_fused_args *a, sp_fused_op op, uint32_t slice_elems)
 {
-    uint64_t n = sp_ceil_div(n_elems, slice_elems);
-    return op == SP_FUSED_ALL_REDUCE || op == SP_FUSED_BROADCAST ? sp_ceil_div(n, l->world_size) : n;
+    uint64_t n = sp_ceil_div(a->n_elems, slice_elems);
+    return op == SP_FUSED_ALL_REDUCE || op == SP_FUSED_BROADCAST ? sp_ceil_div(n, a->n_shards) : n;
 }
 
 /* The most elements that a slice may have. A tile or coo frame must fit into the staging buffer. */
@@ -127,7 +126,7 @@ static void pick_slices(const sp_gpu_limits *l, sp_fused_args *p)
     uint32_t least = (uint32_t)(SLICE_BYTES_MIN / sp_dtype_bytes(p->dtype));
     uint64_t alone = (uint64_t)n_ctas * workers_per_cta(l, p->shape, p->op, 1), wanted;
     uint64_t shared = (uint64_t)n_ctas * workers_per_cta(l, p->shape, p->op, SP_FUSED_SERVED_MAX);
-    uint64_t n_slices = slices_per_rank(l, p->op, p->n_elems, most);
+    uint64_t n_slices = slices_per_rank(p, p->op, most);
     bool keep_shared = !reduces(p->op) || sp_acc_dtype(p->dtype) != p->dtype;
     p->n_served =
         n_slices > alone && shared > alone && (n_slices <= shared || keep_shared) ? SP_FUSED_SERVED_MAX : 1;
@@ -136,7 +135,7 @@ static void pick_slices(const sp_gpu_limits *l, sp_fused_args *p)
         return;
     if (least < SLICE_ELEMS_MIN)
         least = SLICE_ELEMS_MIN;
-    wanted = sp_ceil_div(slices_per_rank(l, p->op, p->n_elems, 1), alone);
+    wanted = sp_ceil_div(slices_per_rank(p, p->op, 1), alone);
     wanted = sp_ceil_div(wanted, SLICE_ELEMS_STEP) * SLICE_ELEMS_STEP;
     if (wanted < least)
         wanted = least;
@@ -153,7 +152,7 @@ static bool one_hop(const sp_gpu_limits *l, const sp_fused_args *a)
     if (l->hops != 0)
         return l->hops == 1;
     return a->n_elems <= ONESHOT_BYTES / (l->world_size - 1) / sp_dtype_bytes(a->dtype) &&
-           slices_per_rank(l, op, a->n_elems, largest_slice(op, a->dtype, a->format)) <=
+           slices_per_rank(a, op, largest_slice(op, a->dtype, a->format)) <=
                (uint64_t)sp_tune_gpu_ctas(l, a->shape) * workers_per_cta(l, a->shape, op, 1);
 }
 
@@ -164,7 +163,7 @@ void sp_tune_gpu_plan(const sp_gpu_limits *l, sp_fused_args *a)
     if (a->op == SP_FUSED_ALL_REDUCE && one_hop(l, a))
         a->op = SP_FUSED_ALL_REDUCE_ONESHOT;
     pick_slices(l, a);
-    n_slices = slices_per_rank(l, a->op, a->n_elems, a->slice_elems);
+    n_slices = slices_per_rank(a, a->op, a->slice_elems);
     per_cta = workers_per_cta(l, a->shape, a->op, a->n_served);
     /* With few slices: no more workers per CTA than are needed, and no more CTAs than have a slice. */
     needed = sp_ceil_div(n_slices, n_ctas);

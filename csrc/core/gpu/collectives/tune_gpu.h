@@ -34,8 +34,8 @@ spccl_status sp_tune_gpu_shape(const sp_gpu_limits *l, sp_inbox_shape *out);
 uint32_t sp_tune_gpu_ctas(const sp_gpu_limits *l, sp_inbox_shape shape);
 
 /* Choose how to run the collective that *a describes: sets slice_elems, n_ctas, workers_per_cta and n_served, and op, as
- * ALL_REDUCE may become ALL_REDUCE_ONESHOT. The choice depends on the limits and on op, n_elems, dtype, format and shape
- * of *a alone: it is equal on all ranks. */
+ * ALL_REDUCE may become ALL_REDUCE_ONESHOT. The choice depends on the limits and on op, n_elems, n_shards, dtype, format and
+ * shape of *a alone: it is equal on all ranks. */
 void sp_tune_gpu_plan(const sp_gpu_limits *l, sp_fused_args *a);
 
 #endif
