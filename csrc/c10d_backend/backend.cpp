@@ -316,7 +316,8 @@ c10::intrusive_ptr<c10d::Work> Backend::pruned_all_reduce(at::Tensor grad, spccl
     TORCH_CHECK_VALUE(grad.is_cuda() && is_plain(grad), "spccl: ", op.str(),
                       ": wanted a contiguous gradient in GPU memory");
     cuda_->bind(grad.device(), op.name);
-    const bool by_engine = cuda_->route() == CudaRoute::engine;
+    const bool by_engine = cuda_->route() == CudaRoute::engine &&
+                           !(settings_.cuda.stage && !comm_->refused_plan(op, "all_reduce").empty());
     average.reduceOp = c10d::ReduceOp::AVG;
     average.asyncOp = true;
     comm_->issue(op, average.timeout, [&](spccl_comm *raw) {

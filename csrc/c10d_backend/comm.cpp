@@ -264,6 +264,18 @@ void Comm::wait_cuda(const OpText &op, void *stream, milliseconds timeout)
     });
 }
 
+std::string Comm::refused_plan(const OpText &op, const char *collective)
+{
+    std::string why;
+    query(op.str(), true, [&](spccl_comm *raw) {
+        const spccl_status status = spccl_cuda_check_plan(raw, collective, std::max(op.root, 0));
+        if (status == SPCCL_ERR_UNSUPPORTED)
+            why = spccl_last_error();
+        return status == SPCCL_ERR_UNSUPPORTED ? SPCCL_OK : status;
+    });
+    return why;
+}
+
 spccl_status Comm::set_end_event(std::shared_ptr<const void> owner, void *event)
 {
     const spccl_status status = spccl_cuda_set_end_event(raw_, event);

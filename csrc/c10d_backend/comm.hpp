@@ -103,6 +103,8 @@ class Comm
     /* Block until `stream` (cudaStream_t) has completed. Throws if the group fails or time runs out first.
      *   timeout   0 = the group's */
     void wait_cuda(const OpText &op, void *stream, milliseconds timeout);
+    /* Why GPUs cannot run the plan that a plan file has for the collective ("all_reduce"); "": they can. */
+    std::string refused_plan(const OpText &op, const char *collective);
     /* Tell spccl that the collective just launched ends before `event` (cudaEvent_t). close() waits for the
      * event. Call it inside issue(), and not for a captured collective.
      *   owner   keeps the event from being recorded again */

@@ -212,7 +212,10 @@ c10::intrusive_ptr<c10d::Work> CudaSide::in_order(const Launch &launch, bool asy
 c10::intrusive_ptr<c10d::Work> CudaSide::start(const Launch &launch, bool async, uint64_t sequence)
 {
     if (route() == CudaRoute::stage)
-        return run_staged(launch, async, sequence);
+        return run_staged(launch, async, sequence, why_);
+    if (settings_.stage && route() == CudaRoute::engine)
+        if (const std::string why = comm_->refused_plan(launch.op, planned_as(launch.type)); !why.empty())
+            return run_staged(launch, async, sequence, why);
     const bool by_nccl = route() == CudaRoute::nccl;
     if (by_nccl)
         comm_->check_usable(launch.op.name);
@@ -316,10 +319,11 @@ c10::intrusive_ptr<c10d::Work> CudaSide::call_nccl(const Launch &launch)
 }
 
 /* Run a collective on copies in host memory, on the calling thread. */
-c10::intrusive_ptr<c10d::Work> CudaSide::run_staged(const Launch &launch, bool async, uint64_t sequence)
+c10::intrusive_ptr<c10d::Work> CudaSide::run_staged(const Launch &launch, bool async, uint64_t sequence,
+                                                    const std::string &why)
 {
     TORCH_CHECK(!order_->capturing(), "spccl: ", comm_->who(), ": ", launch.op.str(),
-                ": goes through host memory here and cannot be captured into a graph (", why_, ")");
+                ": goes through host memory here and cannot be captured into a graph (", why, ")");
     at::NoGradGuard no_grad;
     Launch host = launch;
     host.in = launch.in.cpu();
@@ -353,6 +357,8 @@ c10::intrusive_ptr<c10d::Work> CudaSide::barrier(bool async, milliseconds timeou
     launch.in = launch.out = token; /* its value does not matter */
     launch.n_elems = 1;
     launch.dtype = SPCCL_INT32;
+    if (const std::string why = comm_->refused_plan(launch.op, planned_as(launch.type)); !why.empty())
+        return run_staged(launch, async, sequence, why); /* a barrier moves no data of the caller */
     return in_order(launch, async, sequence, /*host_wait=*/true,
                     [&](CollectiveOrder::Entry &entry) { call_spccl(launch, entry); });
 }

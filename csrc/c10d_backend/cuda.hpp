@@ -144,7 +144,9 @@ class CudaSide
     CudaRoute attach(const c10::Device &device, const char *op);
     c10::intrusive_ptr<c10d::Work> in_order(const Launch &launch, bool async, uint64_t sequence,
                                             bool host_wait, Enqueue enqueue);
-    c10::intrusive_ptr<c10d::Work> run_staged(const Launch &launch, bool async, uint64_t sequence);
+    /* why: the reason for it */
+    c10::intrusive_ptr<c10d::Work> run_staged(const Launch &launch, bool async, uint64_t sequence,
+                                              const std::string &why);
     void call_spccl(const Launch &launch, CollectiveOrder::Entry &entry);
     c10::intrusive_ptr<c10d::Work> call_nccl(const Launch &launch);
 

@@ -60,6 +60,7 @@ spccl_status call_host(const Launch &l, spccl_comm *comm, spccl_request **req)
         return (l.wide ? spccl_reduce_scatter_wide : spccl_reduce_scatter)(comm, in, out, l.n_elems, l.dtype,
                                                                            redop_of(l.reduce_op.op_), req);
     case c10d::OpType::ALLREDUCE:
+    case c10d::OpType::BARRIER:
         return spccl_all_reduce(comm, in, out, l.n_elems, l.dtype, redop_of(l.reduce_op.op_), req);
     case c10d::OpType::BROADCAST:
         return spccl_broadcast(comm, out, l.n_elems, l.dtype, l.op.root, req);
@@ -92,6 +93,22 @@ spccl_status call_cuda(const Launch &l, spccl_comm *comm, void *stream)
         return spccl_cuda_broadcast(comm, out, l.n_elems, l.dtype, l.op.root, stream);
     default:
         return SPCCL_ERR_BUG;
+    }
+}
+
+const char *planned_as(c10d::OpType type)
+{
+    switch (type) {
+    case c10d::OpType::ALLGATHER:
+    case c10d::OpType::_ALLGATHER_BASE:
+        return "all_gather";
+    case c10d::OpType::REDUCE_SCATTER:
+    case c10d::OpType::_REDUCE_SCATTER_BASE:
+        return "reduce_scatter";
+    case c10d::OpType::BROADCAST:
+        return "broadcast";
+    default:
+        return "all_reduce";
     }
 }
 

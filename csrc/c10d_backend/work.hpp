@@ -46,6 +46,8 @@ Launch launch_of(const char *name, const char *title, c10d::OpType type, std::ve
 spccl_status call_host(const Launch &launch, spccl_comm *comm, spccl_request **req);
 /*   stream   cudaStream_t. An empty collective is not launched. */
 spccl_status call_cuda(const Launch &launch, spccl_comm *comm, void *stream);
+/* The name of the collective in plan files. */
+const char *planned_as(c10d::OpType type);
 
 /* A future for a list of tensors.
  *   devices   where they are, if not on the CPU: without them the future orders no streams */
