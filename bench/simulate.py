@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 
 from spccl import simulate as sim
+from spccl.bench.calibrate import cells_of
 
 HOSTS, RANKS, SIZE = 4, 8, "16M"
 FIT_RATE, FIT_SPARSITIES = "600mbit", (0.995, 0.97, 0.8)
@@ -113,7 +114,7 @@ def report(rows: list[Row]) -> bool:
 def fit(folder: Path, iters: int) -> sim.Machine:
     cells, facts = [], {}
     for schedule in sim.SCHEDULES:
-        more, facts = sim.cells_of(folder / name_of(FIT_RATE, schedule))
+        more, facts = cells_of(folder / name_of(FIT_RATE, schedule))
         cells += more
     machine = sim.fit(cells, note=lambda e: print(f"# fit: error {100 * e:.1f}%", flush=True))
     commit = facts.get("commit", "unknown")
@@ -153,7 +154,7 @@ def main() -> int:
     rows, facts = [], {}
     for rate in RATES:
         for schedule in sim.SCHEDULES:
-            cells, facts = sim.cells_of(args.folder / name_of(rate, schedule))
+            cells, facts = cells_of(args.folder / name_of(rate, schedule))
             rows += [compared(c, machine) for c in cells]
     write(args.folder / COMPARISON, rows, facts | {"load": f"{os.getloadavg()[0]:.1f}"})
     good = report(rows)

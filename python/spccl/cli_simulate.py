@@ -129,9 +129,14 @@ def _machine(o: dict[str, Any]) -> sim.Machine:
 
 def _calibrated(files: tuple[Path, ...], save: Path | None) -> sim.Machine:
     need("numpy", "spccl simulate --calibrate", "pip install numpy")
+    from .bench.calibrate import cells_of
+
     cells, facts = [], {}
     for file in files:
-        more, facts = sim.cells_of(file)
+        try:
+            more, facts = cells_of(file)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file}: not a result of `spccl bench`: {error!r}") from error
         cells += more
     machine = sim.fit(cells)
     commit = facts.get("commit", "unknown")
