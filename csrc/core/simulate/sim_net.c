@@ -26,16 +26,15 @@ static void wake_if_space(sim *x, sim_flow *f)
         sim_rank_wake_waiters(x, &x->ranks[f->from], &f->waiters);
 }
 
-/* Bytes that the flow may put on its link now. */
+/* Bytes that the flow may put on its link now: a whole piece, or the end of a message, never less. */
 static double sendable(const sim *x, const sim_flow *f)
 {
-    double bytes = x->quantum_bytes, window = x->window_bytes - f->in_flight;
+    double bytes = x->quantum_bytes, window = x->window_bytes - f->in_flight + 1e-6;
     const sim_message *m = f->sending;
-    if (m == NULL || window <= 0 ||
-        (m->to_send >= m->frame.bytes && f->in_used + m->frame.bytes > x->queue_bytes))
+    if (m == NULL || (m->to_send >= m->frame.bytes && f->in_used + m->frame.bytes > x->queue_bytes))
         return 0;
-    bytes = bytes < window ? bytes : window;
-    return bytes < m->to_send ? bytes : m->to_send;
+    bytes = bytes < m->to_send ? bytes : m->to_send;
+    return bytes <= window ? bytes : 0;
 }
 
 /* Begin to send the next piece, if the link of the host is free. */
