@@ -13,7 +13,6 @@ struct owned {
     bool one_hop;   /* all_reduce: every rank adds all chunks */
     bool own_last;  /* not in rank order, so no GPU runs it */
     int owners[64]; /* by chunk */
-    int rank;       /* whose steps are written */
     int n_steps;    /* of this rank, so far */
     FILE *f;
 };
@@ -78,12 +77,13 @@ static inline void write_sum(struct owned *p, int rank, int chunk, int owner, bo
     }
 }
 
-static inline void write_result(struct owned *p, int chunk, int owner, int from, const char *queue, int root)
+/* In a broadcast an owner takes the chunk from the root. */
+static inline void write_result(struct owned *p, int rank, int chunk, int owner, int from, int root)
 {
     write_step(p, "recv", chunk);
-    write_ranks(p, "from", UINT64_C(1) << from, queue);
+    write_ranks(p, "from", UINT64_C(1) << from, rank == owner ? "input" : "result");
     fprintf(p->f, " out turn=0");
-    write_ranks(p, "to", results_to(p, owner, p->rank, root), "result");
+    write_ranks(p, "to", results_to(p, owner, rank, root), "result");
     fprintf(p->f, "\n");
 }
 
@@ -99,7 +99,7 @@ static inline void write_chunk(struct owned *p, enum coll coll, int rank, int ch
         write_ranks(p, "to", owner == root ? results_to(p, root, root, root) : UINT64_C(1) << owner,
                     owner == root ? "result\n" : "input\n");
     } else if (coll == BROADCAST && rank == owner) {
-        write_result(p, chunk, owner, root, "input", root);
+        write_result(p, rank, chunk, owner, root, root);
     } else if (coll == ALL_GATHER && rank == owner) {
         write_step(p, "copy", chunk);
         fprintf(p->f, "\n");
@@ -107,7 +107,7 @@ static inline void write_chunk(struct owned *p, enum coll coll, int rank, int ch
         fprintf(p->f, " src=in turn=0");
         write_ranks(p, "to", results_to(p, owner, rank, -1), "result\n");
     } else if (rank != owner && coll != REDUCE_SCATTER && !(p->one_hop && coll == ALL_REDUCE)) {
-        write_result(p, chunk, owner, result_from(p, owner, rank), "result", coll == BROADCAST ? root : -1);
+        write_result(p, rank, chunk, owner, result_from(p, owner, rank), coll == BROADCAST ? root : -1);
     }
 }
 
@@ -124,7 +124,6 @@ static inline void write_owned_plan(struct owned *p, enum coll coll, int root)
         fprintf(p->f, " root=%d", root);
     for (int r = 0; r < p->n_ranks; r++) {
         fprintf(p->f, "\nrank %d\n", r);
-        p->rank = r;
         p->n_steps = 0;
         for (int c = 0; c < (blocks ? p->n_ranks : p->n_chunks); c++)
             write_chunk(p, coll, r, c, root);
