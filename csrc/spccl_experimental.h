@@ -144,15 +144,15 @@ typedef struct spccl_simulate_options {
     int32_t n_ranks;        /* 2 to 4096 */
     int32_t ranks_per_host; /* rank r is on host r / ranks_per_host */
     int32_t root;           /* of a broadcast */
-    int32_t merge; /* equal ranks: 0 if they are more than 64 or n_elems stays, 1 always, -1 never */
-    int32_t cores; /* of a host; 0: one for each rank */
-    int32_t shared_cores; /* 1: all hosts together have these cores, as emulated hosts do */
-    int32_t message_max;  /* bytes of the largest message; 0: that of shm on one host, of tcp between hosts */
-    double density;       /* of a contribution: fraction of elements that are not zero */
-    double overlap;       /* of the ranks' nonzeros: 0 independent, 1 at the same places */
-    double link_ns;       /* time of a byte on a host's link, each way */
-    double burst_bytes;   /* what a link passes at once after a pause */
-    double latency_ns;    /* of a link, one way */
+    int32_t merge;          /* equal ranks: 0 if they are more than 64 or n_elems stays, 1 always, -1 never */
+    int32_t cores;          /* of a host; 0: one for each rank */
+    int32_t shared_cores;   /* 1: all hosts together have these cores, as emulated hosts do */
+    int32_t message_max; /* bytes of the largest message; 0: that of shm on one host, of tcp between hosts */
+    double density;      /* of a contribution: fraction of elements that are not zero */
+    double overlap;      /* of the ranks' nonzeros: 0 independent, 1 at the same places */
+    double link_ns;      /* time of a byte on a host's link, each way */
+    double burst_bytes;  /* what a link passes at once after a pause */
+    double latency_ns;   /* of a link, one way */
     /* Rates of this CPU, in ns. 0: those of the machine that docs/SIMULATE.md names. */
     double pass_ns;           /* a dense byte that a rank scans, clears, adds or writes */
     double codec_factor;      /* encode and decode, over the constants of core/format/tune_format.c */
