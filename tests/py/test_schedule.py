@@ -138,6 +138,7 @@ def test_shipped_schedules_are_right(source):
 ON_GPUS = {
     "all_pairs": {(2, None), (4, None), (4, 2)},
     "all_pairs_scatter": {(2, None), (4, None), (4, 2)},
+    "doubling": {(2, None)},
     "halving_doubling": {(2, None)},
     "hierarchical": {(2, None), (4, None)},  # on one host it is all_pairs
     "ring": set(),
