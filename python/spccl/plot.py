@@ -204,11 +204,12 @@ def simulated(found: Any, network: Any, call: Any, source: str, output: Path) ->
     plt = _figure_module()
     figure, panels = _panels(plt, ("size", "density", "ranks"), 4.4)
     labels = {"size": "bytes of the array", "density": "density of a contribution", "ranks": "ranks"}
+    names = sorted({name for by_schedule in found.values() for name in by_schedule})
     n_points = 0
     for panel, axis in zip(panels, labels, strict=True):
-        for number, (schedule, points) in enumerate(sorted(found[axis].items())):
+        for schedule, points in sorted(found[axis].items()):
             xs, ys = zip(*sorted(points), strict=True)
-            panel.plot(xs, [1e3 * y for y in ys], marker=".", color=plt.get_cmap("tab10")(number), label=schedule)
+            panel.plot(xs, [1e3 * y for y in ys], marker=".", color=f"C{names.index(schedule)}", label=schedule)
             n_points += len(xs)
         panel.set_xscale("log", base=10 if axis == "density" else 2)
         panel.set_yscale("log")

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from spccl import simulate as sim
 from spccl.cli import main
+from spccl.cli_schedule import check_text
 
 NETWORK = sim.Network(4, 2, 1e9, cores=2, shared=True)
 CALL = sim.Call("all_reduce", 1 << 20, density=0.05)
@@ -75,6 +76,21 @@ def test_plan_file(tmp_path: Path) -> None:
     )
     plan.write_text("spccl-plan 7\n")
     assert "version" in refused("--plan", plan)
+
+
+def test_check_prints_the_same_bytes(tmp_path: Path) -> None:
+    """`spccl schedule check` says what the simulator says: one model of bytes."""
+    source = Path(__file__).parents[2] / "examples" / "schedules" / "ring.py"
+    words = ["schedule", "check", str(source), "--ranks", "4", "--size", "1M", "--sparsity", "0.9"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    (line,) = [x for x in result.output.splitlines() if " all_reduce " in x]
+    call = sim.Call("all_reduce", 1 << 20, density=0.1)
+    plan = tmp_path / "ring.plan"
+    assert CliRunner().invoke(main, [*words[:1], "compile", *words[2:5], "-o", str(plan)]).exit_code == 0
+    index = next(i for i, p in enumerate(check_text(plan.read_text())) if p["collective"] == "all_reduce")
+    p = sim.predict(sim.Network(1, 4, 1e10), call, "ring", sim.Machine(), plan=(plan.read_bytes(), index))
+    assert f"{p.rank_bytes / 1e6:.4g} MB" in line
 
 
 # ---- calibration ----
