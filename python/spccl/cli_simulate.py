@@ -310,10 +310,11 @@ def _step(o: dict[str, Any], network: sim.Network, call: sim.Call, machine: sim.
 @click.option("-o", "--output", type=OutFile(), help="Figure of crossings and growth: .png, .svg or .pdf.")
 @click.option("--json", "json_file", type=OutFile(), help="Write the numbers here.")
 def simulate_command(**o: Any) -> None:
-    """Predict time, bytes and memory of a collective, by running its plans on paper.
+    """Predict what a collective costs on other hosts.
 
-    For 2 to 4096 ranks. It models the CPU engine: GPU kernels are not modelled. `link`: bytes out of the busiest host,
-    or into it; `rank`: bytes sent by the rank that sends most. docs/SIMULATE.md says what is modelled, and how well.
+    It runs the plans of 2 to 4096 ranks on paper: time, bytes, memory, which schedule. It models the CPU engine: GPU
+    kernels are not modelled. `link`: bytes out of the busiest host, or into it; `rank`: bytes sent by the rank that
+    sends most. docs/SIMULATE.md says what is modelled, and how well.
     """
     network, machine = _network(o), _machine(o)
     plans = _plans(o, network)

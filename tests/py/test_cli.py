@@ -28,7 +28,7 @@ def run(*args, code=0):
 def test_help_and_version():
     assert spccl.__version__ in run("--version")
     assert "..." not in run("--help").replace("[ARGS]...", ""), "click cut the line of a command"
-    for command in ("info", "verify", "inspect", "bench", "plot"):
+    for command in ("info", "verify", "inspect", "bench", "plot", "simulate"):
         assert command in run("--help")
         assert "Usage" in run(command, "--help")
 
