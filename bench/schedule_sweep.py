@@ -1,9 +1,9 @@
 """What other schedules and slice sizes would give in place of the automatic choice, in each case.
 
     python bench/schedule_sweep.py [--where shm,4x1] [--rounds 9] [--csv FILE]      every fixed choice against the model
-    python bench/schedule_sweep.py --variants tune:/tmp/profile --base model --learn 1000    learns, in turns with the
+    python bench/schedule_sweep.py --variants tune:/tmp/profile --learn 1000    learns, in turns with the
                                                                                     model, and saves a profile
-    python bench/schedule_sweep.py --variants tune:/tmp/profile --base model         that profile against the model
+    python bench/schedule_sweep.py --variants tune:/tmp/profile         that profile against the model
     python bench/schedule_sweep.py --others --where 4x1 --sizes 64M --densities 0.01,0.1 [--block 256]
 
 --others compares with what other libraries do (bench/notes/schedules.md): the direct schedule from a file, SparCML's
@@ -318,7 +318,7 @@ def main() -> None:
     p.add_argument("--sizes", default="4K,64K,1M,16M,64M")
     p.add_argument("--densities", default="0.002,0.02,0.2,1")
     p.add_argument("--variants", default="", help="default: every schedule and slice size")
-    p.add_argument("--base", default="model")
+    p.add_argument("--base", default="auto")
     p.add_argument("--learn", type=int, default=0, help="calls of each case, in turns; nothing is compared by rounds")
     p.add_argument("--rounds", type=int, default=10)
     p.add_argument("--block", type=int, default=1, help="zeros come in whole blocks of so many elements")

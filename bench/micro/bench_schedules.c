@@ -21,8 +21,8 @@
 #define N_ROUNDS 5
 #define N_CALLS_MAX 2000
 
-enum { DIRECT, ONESHOT, MODEL, AUTO, N_SCHEDULES }; /* AUTO: the model, corrected by times */
-static const char *const names[N_SCHEDULES] = {"direct", "oneshot", "model", "auto"};
+enum { DIRECT, ONESHOT, AUTO, TUNE, N_SCHEDULES }; /* TUNE: auto, corrected by times */
+static const char *const names[N_SCHEDULES] = {"direct", "oneshot", "auto", "tune"};
 
 /* In memory that the processes share: of each rank, size and schedule. */
 typedef struct results {

@@ -14,7 +14,7 @@ from .cli_types import GroupedCommand, List, OutFile, Size, Sparsity, need
 from .comm import COLLECTIVES, OPS
 from .frame import DTYPES, FORMATS
 
-_SCHEDULES = ("auto", "model", "direct", "oneshot", "relayed", "ring", "hierarchical")
+_SCHEDULES = ("auto", "tune", "direct", "oneshot", "relayed", "ring", "hierarchical")
 _FORMATS = ("auto", *FORMATS[1:])
 _FORCED = {"schedule": "SPCCL_SCHEDULE", "format": "SPCCL_FORMAT"}  # option -> the variable that it sets
 

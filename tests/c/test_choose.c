@@ -259,6 +259,7 @@ static void run_sequence(struct scene *s, const char *transports)
     spccl_config config = SPCCL_CONFIG_INIT;
     config.timeout_ms = 120000;
     config.transports = transports;
+    config.schedule = "tune";
     s->seed = test_rand();
     s->elems = s->elems != 0 ? s->elems : ELEMS_MAX;
     s->n_calls = s->n_calls != 0 ? s->n_calls : N_CALLS;
@@ -392,6 +393,7 @@ static void test_disagree(void (*fn)(struct rank_ctx *))
     int n_named = 0;
     config.timeout_ms = 60000;
     config.transports = "inproc";
+    config.schedule = "tune";
     run_ranks(4, &config, fn, &o, ctx);
     for (int r = 0; r < 4; r++) {
         CHECK(o.st[r] != SPCCL_OK, "rank %d did not notice", r);

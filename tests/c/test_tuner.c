@@ -439,6 +439,7 @@ static void test_same_bits(void)
     spccl_config config = SPCCL_CONFIG_INIT;
     config.timeout_ms = 60000;
     config.transports = "inproc";
+    config.schedule = "tune";
     for (int n_ranks = 2; n_ranks <= 4; n_ranks += 2) {
         struct bits b = {.seed = test_rand()};
         run_ranks(n_ranks, &config, same_bits, &b, ctx);

@@ -16,10 +16,10 @@ static const sp_env_var vars[SP_N_ENV] = {
                        "auto, tile, pici, coo, dense", 0, 0, NULL},
     [SP_ENV_SCHEDULE] =
         {"SPCCL_SCHEDULE", "auto",
-         "schedule of collectives: auto = by cost, corrected by the times of calls; tune:PATH = "
-         "auto with a saved profile; model = by cost alone; direct, relayed, oneshot (all-reduce, "
-         "broadcast); CPUs: ring, hierarchical, file:PATH of a plan file (docs/SCHEDULES.md)",
-         "auto, model, tune:PATH, direct, oneshot, relayed, ring, hierarchical, file:PATH", 0, 0, NULL},
+         "schedule of collectives: auto = by cost; tune = auto, corrected by the times of calls; "
+         "tune:PATH = with a saved profile; direct, relayed, oneshot (all-reduce, broadcast); CPUs: "
+         "ring, hierarchical, file:PATH of a plan file (docs/SCHEDULES.md)",
+         "auto, tune, tune:PATH, direct, oneshot, relayed, ring, hierarchical, file:PATH", 0, 0, NULL},
     [SP_ENV_TRANSPORTS] = {"SPCCL_TRANSPORTS", "inproc,shm,ib,ncclnet,tcp",
                            "transports that a pair of ranks tries, in order", NULL, 0, 0, NULL},
     [SP_ENV_HOST_ID] =

@@ -17,7 +17,7 @@
 
 spccl_status sp_tune_parse_schedule(const char *text, bool *forced, sp_schedule *out)
 {
-    *forced = strcmp(text, "auto") != 0 && strcmp(text, SP_TUNE_MODEL) != 0 &&
+    *forced = strcmp(text, "auto") != 0 && strcmp(text, SP_TUNE_ON) != 0 &&
               (strncmp(text, SP_TUNE_PROFILE, strlen(SP_TUNE_PROFILE)) != 0 ||
                strlen(text) == strlen(SP_TUNE_PROFILE));
     if (!*forced)
@@ -33,7 +33,7 @@ spccl_status sp_tune_parse_schedule(const char *text, bool *forced, sp_schedule 
     }
     return SP_FAIL(
         SPCCL_ERR_SETTING,
-        "schedule \"%s\" (SPCCL_SCHEDULE): wanted auto, model, tune:PATH of a profile, direct, oneshot, "
+        "schedule \"%s\" (SPCCL_SCHEDULE): wanted auto, tune, tune:PATH of a profile, direct, oneshot, "
         "relayed, ring, hierarchical, or file:PATH of a plan file",
         text);
 }

@@ -5,11 +5,11 @@
 
 #include "core/plan/sched.h"
 
-/* Parse "auto", "model", "tune:PATH", the name of a schedule, or "file:PATH". *forced is false for the first three; then
+/* Parse "auto", "tune", "tune:PATH", the name of a schedule, or "file:PATH". *forced is false for the first three; then
  * *out stays as it is. Errors: SETTING. */
 #define SP_TUNE_FILE "file:"
-#define SP_TUNE_MODEL "model"   /* no tuner */
-#define SP_TUNE_PROFILE "tune:" /* the tuner, with a profile */
+#define SP_TUNE_ON "tune"       /* auto with the tuner */
+#define SP_TUNE_PROFILE "tune:" /* the same, with a profile */
 spccl_status sp_tune_parse_schedule(const char *text, bool *forced, sp_schedule *out);
 /* The smallest slice: one pici tile of 8-byte elements. */
 #define SP_SLICE_BYTES_MIN 32768u

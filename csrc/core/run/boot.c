@@ -5,7 +5,7 @@
 #include "core/base/clock.h"
 #include "core/base/log.h"
 #include "core/base/mem.h"
-#include "core/plan/sched.h"
+#include "core/plan/tune_coll.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -198,7 +198,7 @@ void sp_boot_refuse(const spccl_store *store, const sp_boot_config *c, spccl_sta
 static const char *schedule_text(uint32_t published)
 {
     return published == 0               ? "auto"
-           : published == SP_BOOT_MODEL ? "model"
+           : published == SP_BOOT_TUNES ? SP_TUNE_ON
                                         : sp_schedule_name((sp_schedule)(published - 1));
 }
 

@@ -44,7 +44,7 @@ typedef struct sp_links {
 #define SP_BOOT_FORCES_FORMAT                                                                                \
     1u /* the format: frames of the same slice may have another bound than on other ranks */
 #define SP_BOOT_FORCES_SLICES 2u /* the slice size */
-#define SP_BOOT_MODEL 100u       /* sp_boot_config.schedule: automatic, by the cost model alone */
+#define SP_BOOT_TUNES 100u       /* sp_boot_config.schedule: automatic, with the tuner */
 
 typedef struct sp_boot_config {
     int rank, world_size;
@@ -56,7 +56,7 @@ typedef struct sp_boot_config {
     uint32_t n_sockets;     /* 0 = default */
     size_t queue_bytes;
     uint32_t slice_bytes;  /* published, so that ranks with another slice size fail at once */
-    uint32_t schedule;     /* likewise: 0 = automatic, SP_BOOT_MODEL, else 1 + sp_schedule */
+    uint32_t schedule;     /* likewise: 0 = automatic, SP_BOOT_TUNES, else 1 + sp_schedule */
     uint64_t plans_hash;   /* likewise: of the plan file; 0: none */
     const char *profile;   /* its path; NULL: none */
     uint64_t profile_hash; /* published: of the profile; 0: none. Ranks with others use none */

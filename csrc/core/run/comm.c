@@ -25,8 +25,8 @@ static spccl_status read_schedule(spccl_comm *comm, const char *wanted, sp_boot_
         text = wanted;
         SP_TRY(sp_tune_parse_schedule(text, &comm->schedule_forced, &comm->schedule));
     }
-    comm->tunes = !comm->schedule_forced && strcmp(text, SP_TUNE_MODEL) != 0;
-    boot->schedule = comm->schedule_forced ? 1 + (uint32_t)comm->schedule : comm->tunes ? 0 : SP_BOOT_MODEL;
+    comm->tunes = !comm->schedule_forced && strcmp(text, "auto") != 0;
+    boot->schedule = comm->schedule_forced ? 1 + (uint32_t)comm->schedule : comm->tunes ? SP_BOOT_TUNES : 0;
     if (comm->tunes && strncmp(text, SP_TUNE_PROFILE, strlen(SP_TUNE_PROFILE)) == 0)
         boot->profile = text + strlen(SP_TUNE_PROFILE);
     if (!comm->schedule_forced || comm->schedule != SP_SCHED_FILE)

@@ -111,16 +111,15 @@ static spccl_info_entry tuner_entry(void)
     spccl_info_entry e = {
         .kind = "schedule",
         .name = "tuner",
-        .value = "on",
-        .why = "some calls try another candidate or slice size, and times of calls correct the "
-               "choice; off: SPCCL_SCHEDULE=model; saved: tune:PATH"};
+        .value = "off",
+        .why = "SPCCL_SCHEDULE=tune: some calls try another candidate or slice size, and times of "
+               "calls correct the choice; saved: tune:PATH"};
     if (strncmp(text, SP_TUNE_PROFILE, strlen(SP_TUNE_PROFILE)) == 0) {
         e.value = "on, with a profile";
         sp_profile_file_describe(path, profile_text, sizeof profile_text);
         e.why = profile_text;
-    } else if (strcmp(text, "auto") != 0) {
-        e.value = "off";
-        e.why = "SPCCL_SCHEDULE";
+    } else if (strcmp(text, SP_TUNE_ON) == 0) {
+        e.value = "on";
     }
     return e;
 }
