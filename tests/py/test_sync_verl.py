@@ -234,11 +234,12 @@ def test_faults(backend, tmp_path):
     had = job.consumers[0].bits()
     job.training.step(0.01)
     push, rollout = job.actors[0]._push, job.rollouts[0]
-    push.after_write = lambda path: damage(path / "delta-00001.safetensors")
+    place = push._put_in_place  # damaged before a worker can look
+    push._put_in_place = lambda work, *rest: (damage(work / "delta-00001.safetensors"), place(work, *rest))
     (error,) = job.update()
     assert isinstance(error, FormatError) and "damaged" in str(error)
     assert job.consumers[0].bits() == had
-    push.after_write = None
+    push._put_in_place = place
     for name, shape in (("more", 3), ("body", 63)):
         was = job.training.weights
         job.training.weights = {**was, name: torch.zeros(shape)}

@@ -436,9 +436,9 @@ static spccl_status read_results(const sp_delta_space *m, const sp_gpu_delta_enc
 static spccl_status encode(const sp_gpu_delta_encode_args *a, bool in_dst, void *stream)
 {
     sp_delta_space m = {};
-    spccl_status st = space_init(&m, a, in_dst), waited;
-    if (st == SPCCL_OK)
-        st = a->wait(a->device, stream);
+    spccl_status waited;
+    SP_TRY(a->wait(a->device, stream)); // before there is memory to free, which waits too
+    spccl_status st = space_init(&m, a, in_dst);
     if (st == SPCCL_OK) {
         fill_tables(&m, a);
         st = launch_all(&m, stream);

@@ -10,6 +10,7 @@ import torch
 
 from spccl.errors import ArgumentError, OutOfMemoryError
 
+from . import delta
 from ._tensors import Named, Tensors, boxes_of_model, kept, named_tensors
 from .manifest import Entry
 
@@ -84,6 +85,11 @@ class Base:
             )
         by_name = {name: one.tensor.detach() for one in live for name in one.names}
         return [by_name[one.name] for one in tensors]
+
+    def settle(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Wait until a GPU has written a live copy: the trainer may use it on any stream."""
+        if self.is_live and tensors:
+            delta.settle(tensors[0].device)
 
 
 def _bytes(x: torch.Tensor) -> int:

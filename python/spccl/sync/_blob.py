@@ -198,6 +198,8 @@ def _check_size(where: str, n_bytes: int, file: File) -> None:
 
 
 def _check_hash(where: str, found: str, file: File) -> None:
+    if found != file.sha256 and found.startswith(_BY_SUM):
+        raise FormatError(f"{where}: its checksum is {found[48:]}, wanted {file.sha256[48:]}: damaged")
     if found != file.sha256:
         raise FormatError(f"{where}: its SHA-256 is {found[:16]}..., wanted {file.sha256[:16]}...: damaged")
 

@@ -4,7 +4,7 @@ All ranks of the group make the same calls in the same order:
 
 1. `gather`: "hello", role, version. One rank is the publisher; the others are receivers.
 2. `send`: the publisher's index: how many bytes of which versions follow, or its error. Then these bytes. Frames go
-   from GPU to GPU where `gather` found that all can take them so.
+   from GPU to GPU where `gather` found that all can take them so; then "room" comes before them, a vote on memory.
 3. `gather`: "stage", whether it succeeded. If one rank failed, all raise, and nothing was written.
 4. `send`: the files of an anchor, if one is due. (Before 3 where all who need it hold no version.)
 5. `gather`: "commit", whether it succeeded. If one rank failed, the others take back what they wrote.
@@ -120,10 +120,14 @@ class Group:
                     dist.broadcast(data, dist.get_global_rank(self.group, root), group=self.group)
         return data
 
-    def receive(self, n_bytes: int, root: int, what: str, device: torch.device = _CPU) -> torch.Tensor:
+    def room(self, n_bytes: int, root: int, what: str, device: torch.device = _CPU) -> torch.Tensor:
+        """[n_bytes] uint8 for what a rank says it sends. Raises: FormatError; what torch raises without memory."""
         if not 0 <= n_bytes <= _MOST_BYTES:
             raise FormatError(f"{self.who}: rank {root}: {what} of {n_bytes} bytes")
-        return self.broadcast(torch.empty(n_bytes, dtype=torch.uint8, device=device), root, what)
+        return torch.empty(n_bytes, dtype=torch.uint8, device=device)
+
+    def receive(self, n_bytes: int, root: int, what: str) -> torch.Tensor:
+        return self.broadcast(self.room(n_bytes, root, what), root, what)
 
     def send_text(self, text: str, root: int) -> None:
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
@@ -194,12 +198,19 @@ class Received(Source):
             rows = [(int(v["version"]), int(v["bytes"]), list(v["files"])) for v in index["versions"]]
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"{group.who}: {self.name}: its index is not one of spccl.sync") from error
-        for version, n_bytes, sizes in rows:
+        self._latest = parse_latest(f"{self.name}/{_folder.LATEST}", latest)
+        self._rows = [(version, n_bytes, len(sizes)) for version, n_bytes, sizes in rows]
+        for version, _, sizes in rows:
+            for number, size in enumerate(sizes):
+                self._files[version, number] = group.room(size, root, f"version {version}", device)
+
+    def take(self, group: Group, root: int) -> None:
+        """Receive what the index says."""
+        for version, n_bytes, n_files in self._rows:
             what = f"version {version}"
             self._manifests[version] = group.receive(n_bytes, root, what).numpy().tobytes()
-            for number, size in enumerate(sizes):
-                self._files[version, number] = group.receive(size, root, what, device)
-        self._latest = parse_latest(f"{self.name}/{_folder.LATEST}", latest)
+            for number in range(n_files):
+                group.broadcast(self._files[version, number], root, what)
 
     def __str__(self) -> str:
         return self.name

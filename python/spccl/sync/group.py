@@ -124,7 +124,13 @@ class GroupPublisher(Publisher):
         )
         anchor_first = bool(manifest.anchor) and is_for_new
         wire = here if all_gpus(hellos) else torch.device("cpu")
-        self._send([*(older or ()), new], anchor_first, wire)
+        try:
+            self._send([*(older or ()), new], anchor_first, wire)
+        except PeerError:  # a rank has no memory for the frames: all have heard it
+            raise
+        except BaseException as error:
+            group.abort(f"{type(error).__name__}: {error}")  # receivers wait for the rest
+            raise
         if anchor_first:
             self._send_anchor(manifest)
         group.vote("stage", version, None)
@@ -184,6 +190,8 @@ class GroupPublisher(Publisher):
         sizes = [file.bytes for file in newest.manifest.anchor]
         index = {"latest": json.loads(latest.dump()), "versions": rows, "anchor": sizes, "anchor_first": anchor_first}
         group.send_text(json.dumps(index), group.rank)
+        if wire.type != "cpu":
+            group.vote("room", newest.manifest.version, None)
         for one in versions:
             group.broadcast(one.data, group.rank, f"version {one.manifest.version}")
             if one.delta is not None:
@@ -230,6 +238,7 @@ class GroupPublisher(Publisher):
             self._apply_kept(writer.kept, new.manifest, new.sha256)
         else:
             self._fill(self._now())
+        self._base.settle(self.base)
 
     def verify(self) -> int | None:
         """Read the base. Raises: MismatchError that names a tensor of it that was changed; StateError: there is none,
@@ -315,14 +324,28 @@ class GroupSubscriber(Subscriber):
         return next(found, torch.device("cpu"))
 
     def _receive(self, number: int, device: torch.device) -> Received:
+        group, error = self._group, None
         try:
-            index = self._group.receive_index(self._root)
-            if "error" not in index:
-                return Received(self._group, self._root, index, self.synced, device)
-        except BaseException as error:
-            self._group.abort(f"{type(error).__name__}: {error}")
+            index = group.receive_index(self._root)
+        except BaseException as found:
+            group.abort(f"{type(found).__name__}: {found}")
             raise
-        raise PeerError(f"subscriber: rank {self._root} could not make version {number}: {index['error']}")
+        if "error" in index:
+            raise PeerError(f"subscriber: rank {self._root} could not make version {number}: {index['error']}")
+        try:
+            received = Received(group, self._root, index, self.synced, device)
+        except Exception as found:
+            error = found
+        if device.type != "cpu":
+            group.vote("room", number, error)
+        try:
+            if error is not None:
+                raise error
+            received.take(group, self._root)
+        except BaseException as found:
+            group.abort(f"{type(found).__name__}: {found}")
+            raise
+        return received
 
     def _open_files(self, route: Sequence[_route.Step]) -> _staged.Files:
         """An anchor's files come later, one after the other."""

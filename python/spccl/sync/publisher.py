@@ -236,7 +236,7 @@ class Publisher:
     def _now(self) -> list[tuple[torch.Tensor, torch.dtype]]:
         """The tensors as they are, and their dtypes on the wire.
 
-        Raises: MismatchError if a tensor has another name, shape or dtype than when this publisher was made.
+        Raises: MismatchError if a tensor has another name, shape, dtype or device than when this publisher was made.
         """
         now = named_tensors("publisher", self._given)  # a model may have other parameters now
         for was, one in zip_longest(self._tensors, now):
@@ -393,6 +393,7 @@ class Publisher:
                 _staged.commit_large(files, [step], _encode.boxes(manifest.tensors, self.base))
             finally:
                 _staged.close_files(files)
+        self._base.settle(self.base)
         self._have = have
 
     def _fill_live(self, manifest: Manifest) -> None:
@@ -412,8 +413,6 @@ class Publisher:
         boxes = _encode.boxes(manifest.tensors, self.base)
         step = _route.Step(manifest, sha256, False)
         _staged.change_of(step, boxes, _staged.frames_of(frames, manifest)).apply()
-        if self._base.is_live:
-            _staged.settle(boxes)  # the trainer may use it on any stream
 
     def _remove_old(self, newest: Manifest) -> None:
         """Remove versions before the anchor that the oldest kept version needs."""
@@ -431,12 +430,17 @@ class Publisher:
     def verify(self) -> int | None:
         """Read all: the files from the last anchor on, and the base. Returns the newest version; None: there is none.
 
-        Raises: FormatError that names a file; MismatchError that names a tensor whose copy in the base was changed.
+        Raises: FormatError that names a file; MismatchError that names a tensor whose copy in the base was changed;
+            StateError if a live copy has another version, as others wrote to it or the last `publish` failed.
         """
         self._require_mine()
         if self._latest is None:
             return None
         if self._have is None or self._have.version != self._latest.version:
+            if self._base.is_live:
+                raise StateError(
+                    f"publisher: verify: the live copy is not version {self._latest.version}; publish is next"
+                )
             self._seed(None)
         route = _route.find_route(self._source, self._latest, self._latest.version, None)
         _route.require_chain(self._source, route, None)
@@ -476,7 +480,7 @@ def _stats(manifest: Manifest) -> dict[str, int]:
 
 
 def _kind(one: Named) -> tuple[object, ...]:
-    return *one.names, dtype_name(one.tensor.dtype), list(one.tensor.shape)
+    return *one.names, dtype_name(one.tensor.dtype), list(one.tensor.shape), one.tensor.device.type
 
 
 def _require_same(folder: Path, newest: Manifest, mine: Sequence[Entry]) -> None:

@@ -128,9 +128,15 @@ class SpcclDeltaCheckpointEngine(DeltaShardedCheckpointEngine):
             raise StateError(f"verl: rank {self.rank} is a rollout worker: wanted a trainer's")
         exported, _ = engine.get_per_tensor_param()
         seen: set[str] = set()
-        for name, x in exported:
-            if self.is_master:
-                self._take(name, x, seen)
+        failed: Exception | None = None
+        for name, x in exported:  # to its end: the other ranks gather with this one
+            if self.is_master and failed is None:
+                try:
+                    self._take(name, x, seen)
+                except Exception as error:
+                    failed = error
+        if failed is not None:
+            raise failed
         if not self.is_master:
             return None
         missing = sorted(self._weights.keys() - seen)
@@ -138,7 +144,7 @@ class SpcclDeltaCheckpointEngine(DeltaShardedCheckpointEngine):
             raise MismatchError(f"verl: tensor {missing[0]!r}: earlier exports had it, this one does not")
         if self._push is None:
             self._push = Publisher(self.folder, self._weights, raw=True, **self._options)
-        self._push.anchor_share = 0.0 if self._is_whole else float("inf")
+        self._push.anchor_share = 0.0 if self._is_whole else 0.5  # else no version would ever be removed
         found = self._push.publish()
         if found != self._version:
             raise StateError(f"verl: {self.folder} has version {found} now, wanted {self._version}: who publishes too?")
