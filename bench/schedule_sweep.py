@@ -17,7 +17,8 @@ an order that changes each round, and the time of a turn is that of the slowest 
 rounds of a variant's time over the base's of that round.
 The best variant is chosen in the even rounds and its ratio is that of the odd ones: choosing the least of many noisy
 ratios and showing the same ratios would promise a gain where there is none. A ratio that is not significantly
-different from 1 (sign test over the odd rounds, Holm-corrected over the cases) is marked.
+different from 1 is marked (sign test over the odd rounds, over all if there is one variant, Holm-corrected over the
+cases).
 
 Where: shm (--ranks ranks on this host), or HxR: H emulated hosts of R ranks, links of --rate (root, iproute2).
 """
@@ -236,7 +237,7 @@ def best_of(rows: list[tuple]) -> tuple[str, float, float]:
     even = {name: statistics.median(v for i, v in r.items() if i % 2 == 0) for name, r in whole.items()}
     best = min(even, key=even.__getitem__)
     odd = [v for i, v in whole[best].items() if i % 2 == 1]
-    return best, statistics.median(odd), sign_test(list(whole[best].values()))
+    return best, statistics.median(odd), sign_test(odd if len(whole) > 1 else list(whole[best].values()))
 
 
 def interval(ratios: list[float]) -> str:

@@ -120,14 +120,18 @@ def compile_command(source: Path, output: Path, ranks: Topologies | None, hosts:
     click.echo(f"{len(plans)} plan(s) in {output}, {len(text)} bytes")
 
 
-def _bytes_of(p: dict[str, Any], text: str, i: int, call: sim.Call) -> float:
-    """Bytes of messages that the rank sends which sends most."""
+def _bytes_of(p: dict[str, Any], text: str, i: int, call: sim.Call) -> str:
+    """Bytes of messages that the rank sends which sends most; "-": more messages than are simulated."""
     if p["n_ranks"] == 1:
-        return 0.0
+        return "0 MB"
     call = dataclasses.replace(call, root=max(p["root"], 0))
     hosts = p["n_hosts"] or 1
     network = sim.Network(hosts, p["n_ranks"] // hosts, 1e10)
-    return sim.predict(network, call, p["name"], sim.Machine(), plan=(text.encode(), i)).rank_bytes
+    try:
+        predicted = sim.predict(network, call, p["name"], sim.Machine(), plan=(text.encode(), i))
+    except errors.UnsupportedError:
+        return "-"
+    return f"{predicted.rank_bytes / 1e6:.4g} MB"
 
 
 @schedule_group.command("check")
@@ -164,7 +168,7 @@ def check_command(source: Path, ranks: Topologies | None, hosts: Topologies | No
             str(p["n_steps"]),
             str(p["n_hops"]),
             f"{p['chunks_sent'] / whole:.3g} N",
-            f"{_bytes_of(p, text, i, sim.Call(p['collective'], size, density=1 - sparsity)) / 1e6:.4g} MB",
+            _bytes_of(p, text, i, sim.Call(p["collective"], size, density=1 - sparsity)),
             f"{p['kept_slices'] * _KEPT_KIB} KiB",
             "no" if p["no_gpus"] else "yes",
         )

@@ -135,7 +135,7 @@ def _calibrated(files: tuple[Path, ...], save: Path | None) -> sim.Machine:
     for file in files:
         try:
             more, facts = cells_of(file)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"{file}: not a result of `spccl bench`: {error!r}") from error
         cells += more
     machine = sim.fit(cells)
@@ -314,8 +314,16 @@ def simulate_command(**o: Any) -> None:
 
     It runs the plans of 2 to 4096 ranks on paper: time, bytes, memory, which schedule. It models the CPU engine: GPU
     kernels are not modelled. `link`: bytes out of the busiest host, or into it; `rank`: bytes sent by the rank that
-    sends most. docs/SIMULATE.md says what is modelled, and how well.
+    sends most. docs/SIMULATE.md says what is modelled, and how well. `--ranks` is of each host, that of `spccl bench`
+    of all hosts.
     """
+    try:
+        _simulate(o)
+    except errors.Error as error:
+        raise Fail(str(error)) from error
+
+
+def _simulate(o: dict[str, Any]) -> None:
     network, machine = _network(o), _machine(o)
     plans = _plans(o, network)
     if o["model"] and o["collective"] != "all_reduce":

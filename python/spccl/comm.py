@@ -152,8 +152,8 @@ class Communicator:
             secret: 32 bytes that all ranks know; None: rank 0 makes a secret and passes it by the store.
             schedule: "direct", "oneshot", "relayed", "ring", "hierarchical", "file:PATH" of a plan file
                 (docs/SCHEDULES.md), "tune", or "tune:PATH" of a profile, the same on all ranks. None: the one of least
-                cost for each call, of the first three; "tune": corrected by the times of calls, and what was learnt is
-                kept in PATH (docs/ALGORITHMS.md). SPCCL_SCHEDULE wins.
+                cost for each call, of the first three; "tune": corrected by the times of calls; "tune:PATH": and what
+                was learnt is kept in PATH (docs/ALGORITHMS.md). SPCCL_SCHEDULE wins.
             host_id: ranks with another name count as on another host; None: found. SPCCL_HOST_ID wins.
         Raises: TimeoutError (a rank did not come), AuthError, UnreachableError, PeerError, MismatchError,
             SettingError, ArgumentError.

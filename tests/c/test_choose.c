@@ -259,7 +259,7 @@ static void run_sequence(struct scene *s, const char *transports)
     spccl_config config = SPCCL_CONFIG_INIT;
     config.timeout_ms = 120000;
     config.transports = transports;
-    config.schedule = "tune";
+    config.schedule = s->n_calls != 0 ? "tune" : "auto";
     s->seed = test_rand();
     s->elems = s->elems != 0 ? s->elems : ELEMS_MAX;
     s->n_calls = s->n_calls != 0 ? s->n_calls : N_CALLS;

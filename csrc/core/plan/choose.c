@@ -107,8 +107,7 @@ static bool is_candidate(const sp_cost_group *g, sp_schedule schedule, sp_coll c
     return schedule != SP_SCHED_RELAYED || (g->n_hosts > 1 && g->n_hosts < g->world_size);
 }
 
-/* The expected time of a call, or 0 if the schedule does not have this collective. */
-static double expected_ns(const sp_cost_group *g, sp_schedule schedule, const sp_cost_call *call)
+double sp_expected_ns(const sp_cost_group *g, sp_schedule schedule, const sp_cost_call *call)
 {
     sp_cost_call dense = *call;
     sp_plan_cost now, then;
@@ -135,7 +134,7 @@ static void evaluate(const sp_cost_group *g, sp_choose_entry *e, const sp_cost_c
     with.sum_density = choice.sum_density;
     for (int i = 0; i < SP_N_SCHEDULES; i++) {
         sp_schedule schedule = (sp_schedule)i;
-        double ns = is_candidate(g, schedule, call->coll) ? expected_ns(g, schedule, &with) : 0;
+        double ns = is_candidate(g, schedule, call->coll) ? sp_expected_ns(g, schedule, &with) : 0;
         if (ns > 0 && (!any || ns < choice.ns[choice.schedule])) {
             choice.schedule = schedule;
             any = true;
@@ -213,7 +212,7 @@ static int list_arms(const sp_chooser *c, const sp_choice *model, const sp_cost_
         for (int k = 0; k < n_sizes && n < SP_TUNER_ARMS; k++) {
             double ratio;
             with.slice_elems = sizes[k];
-            ratio = expected_ns(&c->group, schedule, &with) / model->ns[model->schedule];
+            ratio = sp_expected_ns(&c->group, schedule, &with) / model->ns[model->schedule];
             if (ratio > 2 || (schedule == model->schedule && k == 0))
                 continue;
             arms[n++] = (sp_tune_arm){.setting = {schedule, sizes[k]}, .predicted = ratio};

@@ -4,7 +4,7 @@
  * All ranks must choose the same for call number n. The choice depends only on
  *   - the arguments of the call and the hosts of the group
  *   - what calls 0 .. n - SP_CHOOSE_LAG measured (sp_measured), taken in the order of the calls
- * Times of earlier calls correct that choice (tuner.h), under the same rule.
+ * With SPCCL_SCHEDULE=tune times of earlier calls correct that choice (tuner.h), under the same rule.
  * A rank plans call n after it has ended call n - SP_CHOOSE_LAG, and sp_measured is the same on all ranks.
  * docs/ALGORITHMS.md says why. Nothing here reads a clock, or a rate that only this rank knows. */
 #ifndef SP_CHOOSE_H
@@ -75,6 +75,8 @@ typedef struct sp_chooser {
     uint64_t choices_hash;     /* of what sp_choose_tuned chose in all calls */
 } sp_chooser;
 
+/* What the choice compares: the expected time of a call, or 0 if the schedule does not have this collective. */
+double sp_expected_ns(const sp_cost_group *g, sp_schedule schedule, const sp_cost_call *call);
 void sp_chooser_init(sp_chooser *c, int world_size, const sp_hosts *hosts);
 /* Plan the next call: take in what call n - SP_CHOOSE_LAG measured, and choose. The result is valid until the
  * next call of this function. Errors: BUG (call n - SP_CHOOSE_LAG has not ended). */

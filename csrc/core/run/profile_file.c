@@ -165,8 +165,8 @@ void sp_profile_file_save(spccl_comm *comm)
     bool exists;
     char *text;
     if (f == NULL || !f->usable || f->others_differ || comm->exec.chooser->tuner.n_settled == 0 ||
-        !is_first_of_host(comm))
-        return;
+        !is_first_of_host(comm) || sp_comm_broken(comm) != SPCCL_OK)
+        return; /* ranks of a broken group may have ended different calls, and learnt different things */
     /* Other groups may have written it since. */
     if (read_profile(f->path, f->machine, &exists, &now) != SPCCL_OK)
         now = f->profile;

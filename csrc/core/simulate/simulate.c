@@ -7,7 +7,7 @@
 #include "core/base/dtype.h"
 #include "core/base/mem.h"
 #include "core/format/tune_format.h"
-#include "core/plan/plan_cost.h"
+#include "core/plan/choose.h"
 #include "core/plan/plan_file.h"
 #include "core/plan/tune_coll.h"
 
@@ -281,7 +281,7 @@ static spccl_status check_work(const sim *x)
     for (int i = 0; i < x->n_reps; i++)
         for (int j = 0; j < x->ranks[i].plan->n_steps; j++) {
             const sp_step *s = &x->ranks[i].plan->steps[j];
-            n += (size_t)s->n_to * sim_slices(x, s);
+            n += (size_t)s->n_to * sp_ceil_div(s->n_elems, x->slice_elems);
         }
     if (n > MESSAGES_MAX)
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
@@ -374,13 +374,11 @@ static void add_choice(sim *x, sp_schedule schedule, const sp_hosts *hosts)
                          .format = x->format,
                          .density = x->o->density,
                          .sum_density = x->sum_density};
-    sp_plan_cost cost;
     if (schedule >= SP_N_SCHEDULES)
         return;
     sp_cost_group_init(&g, x->n_ranks, hosts->n_hosts > 1 ? hosts : NULL);
     g.remote_ns = x->o->link_ns * x->per_host;
-    if (sp_plan_cost_of(schedule, &g, &call, &cost))
-        x->out.chosen_ns = cost.ns;
+    x->out.chosen_ns = sp_expected_ns(&g, schedule, &call);
 }
 
 static void fini(sim *x)
