@@ -96,7 +96,7 @@ __global__ static void all_pairs(const __grid_constant__ all_pairs_args a)
     const all_pairs_job &j = a.job;
     uint32_t uses = *j.uses;
     part x;
-    x.flag = 1 + uses % 0xfffffffeu; // never 0
+    x.flag = uses + 1; // never 0
     x.shard = ALL_PAIRS_SHARD(j.n_elems, j.world_size);
     x.packet = (uint64_t)j.rank * x.shard;
     x.half = uses % 2 * ALL_PAIRS_WINDOW_BYTES(j.n_elems, j.world_size) / 2;
@@ -107,7 +107,7 @@ __global__ static void all_pairs(const __grid_constant__ all_pairs_args a)
     if (!__syncthreads_and(ok) || !spccl_sync_blocks(a.channels[j.rank == 0], gridDim.x))
         return;
     if (x.thread == 0) {
-        *j.uses = uses + 1;
+        *j.uses = uses == 0xfffffffdu ? 0 : uses + 1; // an even number of uses: a flag keeps its half
         *j.ok = 1;
     }
 }

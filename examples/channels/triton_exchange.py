@@ -43,7 +43,7 @@ def wait(state, signals, abort, n_polls):
     came = seen >= wanted
     tl.debug_barrier()
     tl.store(taken, wanted, mask=came)
-    tl.store(stop, 1, mask=seen < wanted)
+    tl.debug_barrier()  # all threads load it again
     return came
 
 

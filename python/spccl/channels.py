@@ -155,8 +155,8 @@ class Channels:
     """One rank's part of a set of channels: n_per_peer channels to each other rank, and a window on each rank.
 
     All ranks make it, add memories and close it, at the same places in their order of calls. Use it as a context
-    manager, or call `close`. The set holds references to the memory that it was given until it is closed, or its
-    communicator is.
+    manager, or call `close`. Memory that the set was given is referenced until the communicator is closed: a peer that
+    closes the set late may use it so long.
     """
 
     def __init__(
@@ -180,7 +180,8 @@ class Channels:
             window: of memory channels: the caller's GPU memory, on all ranks or none: a contiguous tensor, or an
                 address. It comes from cudaMalloc; PyTorch's does unless it has expandable_segments.
         Raises: ArgumentError, StateError (no GPU is attached), MismatchError, OutOfMemoryError, DeviceError,
-            UnreachableError, PeerError, TimeoutError. Each rank gets the same.
+            UnreachableError, PeerError, TimeoutError. Each rank gets the same, but for what this rank's Python refuses
+            before the call (a tensor that is not contiguous, a wrong kind): then the other ranks time out.
         """
         if kind not in _KINDS:
             raise _ext.ArgumentError(f"kind: got {kind!r}; wanted 'memory' or 'port'")
@@ -251,7 +252,7 @@ class Channels:
         Waits at most for the communicator's timeout. A closed communicator has freed its sets. Idempotent.
         """
         self._set.close()
-        if self in self._comm._channels:
+        if self in self._comm._channels and all(memory is None for memory in self._memory):
             self._comm._channels.remove(self)
 
     def __enter__(self) -> Channels:

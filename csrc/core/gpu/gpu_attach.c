@@ -327,6 +327,8 @@ void sp_gpu_comm_detach(spccl_comm *comm)
             wait_for_peers(comm); /* until they have closed their mappings too */
         else
             sp_gpu_comm_wait_broken();
+    } else if (g->channels != NULL && sp_comm_broken(comm) != SPCCL_OK) {
+        sp_gpu_comm_wait_broken(); /* kernels of users, which may still wait, see that too */
     }
     free_comm(g);
 }
