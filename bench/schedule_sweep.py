@@ -47,7 +47,7 @@ from spccl.bench.start import torch_store
 
 SLICES = ("32K", "64K", "256K", "512K")  # the default is 128K
 FIELDS = ("where", "collective", "bytes", "density", "variant", "round", "seconds", "base_seconds", "sent_bytes")
-OTHERS = ("auto", "file:{}/all_pairs.plan", "direct", "file:{}/split.plan@coo", "file:{}/doubling.plan", "direct!256")
+OTHERS = ("file:{}/all_pairs.plan", "direct", "file:{}/split.plan@coo", "file:{}/doubling.plan", "direct!256")
 LEAST_S = 0.02  # of one turn
 SLOW, LOOK = 2.0, 2  # variants slower than this many times the base after so many rounds are left out
 

@@ -97,7 +97,9 @@ def _numpy() -> Any:
     return numpy
 
 
-def encode(x: Any, *, base: Any = None, format: str = "auto", dtype: Any = None, slice_elems: int = 0) -> bytes:
+def encode(
+    x: Any, *, base: Any = None, format: str = "auto", dtype: Any = None, slice_elems: int = 0
+) -> bytes:
     """Encode an array as frames, one for each slice.
 
     Args:

@@ -47,7 +47,9 @@ def _optional(name: str, use: str, requirement: str) -> Entry:
 def _torch_backend() -> Entry:
     name = "torch backend"
     if util.find_spec("torch") is None:
-        return Entry("python", name, "absent", 'torch is not installed: pip install torch, then backend="spccl" works')
+        return Entry(
+            "python", name, "absent", 'torch is not installed: pip install torch, then backend="spccl" works'
+        )
     try:
         from torch.distributed import Backend
 
@@ -102,7 +104,9 @@ def info() -> list[Entry]:
     entries = [_in_force(Entry(*entry)) for entry in _ext.info()]
     entries += [Entry("setting", s.name, s.text(), s.meaning) for s in _torch_settings.ALL]
     entries += [
-        Entry("python", "spccl", _ext.version(), "libspccl, as loaded by spccl._ext"),
+        Entry(
+            "python", "spccl", _ext.version(), "libspccl, as loaded by spccl._ext"
+        ),
         Entry("python", "python", platform.python_version(), platform.python_implementation()),
         _optional("numpy", "decode without out=, spccl verify and spccl bench", "numpy"),
         _optional("torch", 'backend="spccl", and the Gloo or NCCL of spccl bench', "'torch>=2.9'"),

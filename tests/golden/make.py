@@ -71,7 +71,9 @@ def good() -> dict[str, bytes]:
         files[f"one_element_{fmt}"] = ref.encode(fmt, "float32", floats(1, {0: 7.0}))
         for dtype, seed in zip(ref.DTYPE_NUMBERS, range(100), strict=False):
             if fmt != "dense":
-                files[f"all_dtypes_{fmt}_{dtype}"] = ref.encode(fmt, dtype, sparse(333, dtype, 0.1, seed, small=True))
+                files[f"all_dtypes_{fmt}_{dtype}"] = ref.encode(
+                    fmt, dtype, sparse(333, dtype, 0.1, seed, small=True)
+                )
     for fmt in ("tile", "pici", "coo"):
         files[f"delta_{fmt}"] = ref.encode(fmt, "float32", EXAMPLE_NEW, EXAMPLE_BASE)
         files[f"none_listed_{fmt}"] = ref.write_frame(fmt, "float32", 300, {})
@@ -82,7 +84,9 @@ def good() -> dict[str, bytes]:
     files["empty_delta"] = ref.write_frame("empty", "float32", 20, {}, is_delta=True)
     files["all_listed_pici"] = ref.encode("pici", "uint8", bytes(i % 255 + 1 for i in range(4097)))
     files["all_listed_coo"] = ref.encode("coo", "uint8", bytes(i % 255 + 1 for i in range(257)))
-    files["block_of_255_tile"] = ref.encode("tile", "int8", bytes(0 if i == 255 else 9 for i in range(512 - 1)))
+    files["block_of_255_tile"] = ref.encode(
+        "tile", "int8", bytes(0 if i == 255 else 9 for i in range(512 - 1))
+    )
     files["last_element_only_pici"] = ref.encode("pici", "int16", bytes(2 * 8192 - 1) + b"\x7f")
     files["last_element_only_tile"] = ref.encode("tile", "int16", bytes(2 * 512 - 1) + b"\x7f")
     files["array_of_all_formats"] = b"".join(
@@ -264,7 +268,10 @@ def delta_bad() -> dict[str, bytes]:
 def can_add(frames: list[ref.Frame]) -> bool:
     """True if frame_ref can add: it adds only finite floats. The pattern is finite, except in float16."""
     return frames[0].dtype not in ("float8", "float16") and not any(
-        value[-1] & 0x7F == 0x7F for f in frames for value in f.listed.values() if f.dtype.startswith(("float", "bf"))
+        value[-1] & 0x7F == 0x7F
+        for f in frames
+        for value in f.listed.values()
+        if f.dtype.startswith(("float", "bf"))
     )
 
 

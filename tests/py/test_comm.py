@@ -30,7 +30,9 @@ class Store:
     def wait(self, keys, timeout):
         assert isinstance(timeout, datetime.timedelta)
         with self._changed:
-            if not self._changed.wait_for(lambda: all(k in self._values for k in keys), timeout.total_seconds()):
+            if not self._changed.wait_for(
+                lambda: all(k in self._values for k in keys), timeout.total_seconds()
+            ):
                 raise RuntimeError(f"no key {keys} after {timeout}")
 
     def get(self, key):

@@ -26,7 +26,9 @@ def row(collective="all_reduce", sparsity=0.99, size=512 << 20, wire_bytes=8e6, 
     times = {"spccl": np.full(5, 300e-6), "nccl": np.full(5, 2400e-6), "nccl_symm": np.full(5, 3000e-6)}
     wrong = dict.fromkeys(times, 0)
     measured = report.Measured(times, wrong, wire_bytes, {"tile": 9}, {"spccl": 1e-5, "nccl": 1e-5})
-    made = gpu_report.make_gpu_row(case, measured, world_size=4, device="cuda", in_place=True, graph=False, rates=RATES)
+    made = gpu_report.make_gpu_row(
+        case, measured, world_size=4, device="cuda", in_place=True, graph=False, rates=RATES
+    )
     return dataclasses.replace(made, **changes)
 
 

@@ -8,6 +8,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -133,13 +134,13 @@ static spccl_status replace_file(const char *path, const char *text, size_t byte
 {
     char beside[460];
     bool ok;
-    FILE *out;
-    snprintf(beside, sizeof beside, "%s.%d.new", path, (int)getpid());
-    out = fopen(beside, "we");
-    if (out == NULL)
+    int fd;
+    snprintf(beside, sizeof beside, "%s.XXXXXX", path); /* other groups and hosts may write theirs now */
+    fd = mkostemp(beside, O_CLOEXEC);
+    if (fd < 0)
         return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "%s", beside);
-    ok = fwrite(text, 1, bytes, out) == bytes;
-    ok = fclose(out) == 0 && ok;
+    ok = write(fd, text, bytes) == (ssize_t)bytes && fchmod(fd, 0644) == 0;
+    ok = close(fd) == 0 && ok;
     ok = ok && rename(beside, path) == 0;
     if (!ok) {
         spccl_status st = SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "%s", path);

@@ -55,20 +55,10 @@ ADAM = (
         "loss 0.048 nats above dense", 111, "quality-25m-every-16.csv", local_steps=16),
 )  # fmt: skip
 SGD = (
-    Row(
-        4,
-        {"density": 0.01},
-        "a CNN as accurate as with dense training, a GPT 0.20 nats above it (simulated)",
-        6.3,
-        "quality-digits.csv",
-    ),
-    Row(
-        32,
-        {"density": 0.01},
-        "a CNN as accurate as with dense training, a GPT 0.26 nats above it (simulated)",
-        5.3,
-        "quality-digits-many.csv",
-    ),
+    Row(4, {"density": 0.01}, "a CNN as accurate as with dense training, a GPT 0.20 nats above it (simulated)", 6.3,
+        "quality-digits.csv"),
+    Row(32, {"density": 0.01}, "a CNN as accurate as with dense training, a GPT 0.26 nats above it (simulated)", 5.3,
+        "quality-digits-many.csv"),
 )
 
 

@@ -53,7 +53,9 @@ class Case:
 def sizes(smallest: int, largest: int, factor: int) -> list[int]:
     """Sizes in bytes from smallest to largest, each `factor` times the one before."""
     if smallest < 1 or largest < smallest or factor < 2:
-        raise ValueError(f"sizes from {smallest} to {largest} times {factor}: wanted 1 <= min <= max, factor >= 2")
+        raise ValueError(
+            f"sizes from {smallest} to {largest} times {factor}: wanted 1 <= min <= max, factor >= 2"
+        )
     result = [smallest]
     while result[-1] * factor <= largest:
         result.append(result[-1] * factor)
@@ -69,7 +71,9 @@ def cases(
     max_ctas: Sequence[int] = (0,),
 ) -> Iterator[Case]:
     """Every combination, in the order of the table."""
-    for collective, dtype, size, sparsity, n in itertools.product(collectives, dtypes, size_list, sparsities, max_ctas):
+    for collective, dtype, size, sparsity, n in itertools.product(
+        collectives, dtypes, size_list, sparsities, max_ctas
+    ):
         yield Case(collective, size, dtype, op if collective in REDUCING else "none", sparsity, n)
 
 

@@ -184,7 +184,9 @@ class Symmetric:
         self._nccl.deregister_mem_pool(self._pool)
 
 
-def symmetric_group(timeout: datetime.timedelta, source_bytes: int, target_bytes: int) -> tuple[Symmetric | None, str]:
+def symmetric_group(
+    timeout: datetime.timedelta, source_bytes: int, target_bytes: int
+) -> tuple[Symmetric | None, str]:
     """A new NCCL group with windows for two buffers, or (None, reason). All ranks get a group, or none does."""
     device = torch.device("cuda", torch.cuda.current_device())
     group = dist.new_group(backend="nccl", timeout=timeout)

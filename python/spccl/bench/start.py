@@ -77,7 +77,9 @@ def run_here(plan: BasePlan, on_message: Callable[[Any], None]) -> list[Any]:
     return plan.run(rank, world_size, int(os.environ.get("LOCAL_RANK", rank)), store, _silent if rank else on_message)
 
 
-def run_spawned(plan: BasePlan, world_size: int, *, deadline_s: float, on_message: Callable[[Any], None]) -> list[Any]:
+def run_spawned(
+    plan: BasePlan, world_size: int, *, deadline_s: float, on_message: Callable[[Any], None]
+) -> list[Any]:
     """Run over `world_size` new processes of this machine. Returns the rows in the order of the cases.
 
     Args: on_message: called with what rank 0 sends (`BasePlan.run`).

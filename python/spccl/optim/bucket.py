@@ -293,11 +293,7 @@ _COLUMNS = 4093  # a prime: no row of a matrix is a multiple of it
 
 
 def make_buckets(
-    weights: Sequence[Weight],
-    most_bytes: int,
-    outer_momentum: float,
-    rows: int = 0,
-    apart: bool = False,
+    weights: Sequence[Weight], most_bytes: int, outer_momentum: float, rows: int = 0, apart: bool = False,
     own: Own | None = None,
 ) -> list[Bucket]:
     """Buckets in the order of the parameters. A bucket has at most `most_bytes` of float32, and at most an eighth of

@@ -127,7 +127,9 @@ class Settings:
         return values | {f"density of exchange {i}": _outcome(self.density, i) for i in _COMPARED}
 
 
-def take_older(older: dict[str, Any], every: int, warmup_steps: int | None, leak: float) -> tuple[int | None, float]:
+def take_older(
+    older: dict[str, Any], every: int, warmup_steps: int | None, leak: float
+) -> tuple[int | None, float]:
     """(warmup_steps, leak), also where they have their earlier names in `older`, which then leave it.
 
     Raises: TypeError if a setting has both names; ValueError for a `warmup` that is no count.

@@ -275,14 +275,21 @@ def commit_large(files: Files, route: Sequence[Step], boxes: Boxes) -> None:
             change.count()
 
 
-def write_anchor(blob: _blob.Blob, step: Step, file: File, boxes: Boxes) -> None:
-    """Each tensor of an anchor's file is compared with the manifest's sum, written, and read back."""
+def anchor_headers(blob: _blob.Blob, step: Step, file: File) -> Iterator[tuple[int, _blob.Header]]:
+    """The places of the tensors in an anchor's file, and where they lie in it. Raises: FormatError for another kind."""
     found = _blob.headers(blob)
     for place in file.tensors:
         entry = step.manifest.tensors[place]
         header = found.get(entry.name)
         if header is None or (header.dtype, header.shape) != (entry.dtype, entry.shape):
             raise FormatError(f"{blob.where}: tensor {entry.name!a} is {header and header[:2]}")
+        yield place, header
+
+
+def write_anchor(blob: _blob.Blob, step: Step, file: File, boxes: Boxes) -> None:
+    """Each tensor of an anchor's file is compared with the manifest's sum, written, and read back."""
+    for place, header in anchor_headers(blob, step, file):
+        entry = step.manifest.tensors[place]
         if not boxes[place]:
             continue  # not on this rank
         x = _blob.tensor(blob, header)

@@ -221,12 +221,8 @@ class SpcclDeltaCheckpointEngine(DeltaShardedCheckpointEngine):
     def _whole(self, step: Step, files: _staged.Files) -> Iterator[_Piece]:
         for file in step.manifest.anchor:
             blob = files[step.version, file.name]
-            found = _blob.headers(blob)
-            for place in file.tensors:
+            for place, header in _staged.anchor_headers(blob, step, file):
                 entry = step.manifest.tensors[place]
-                header = found.get(entry.name)
-                if header is None or (header.dtype, header.shape) != (entry.dtype, entry.shape):
-                    raise FormatError(f"{blob.where}: tensor {entry.name!a} is {header and header[:2]}")
                 yield _Piece(entry.name, entry.shape, _blob.tensor(blob, header).view(-1), None)
 
     def _changes(self, step: Step, files: _staged.Files) -> Iterator[_Piece]:
