@@ -65,12 +65,14 @@ namespace
 {
 
 // Run or start the first task of a stream, without waiting. True: something was done.
-bool advance(gpusim_stream &s)
+bool advance(gpusim_stream &s, std::unique_lock<std::mutex> &lock)
 {
-    task &t = s.tasks.front();
+    task &t = s.tasks.front(); // stays where it is while others add tasks
     switch (t.kind) {
     case task::CALL:
+        lock.unlock(); // a large copy must not keep the host from adding tasks and from asking what is done
         t.call();
+        lock.lock();
         break;
     case task::RECORD:
         t.when->passed = true;
@@ -101,8 +103,8 @@ bool advance(gpusim_stream &s)
     std::unique_lock<std::mutex> lock(mu);
     for (;;) {
         bool moved = false, running = true, worked = false;
-        for (gpusim_stream *s : streams)
-            while (!s->tasks.empty() && advance(*s))
+        for (size_t i = 0; i < streams.size(); i++) // an index, as `advance` lets others change the list
+            for (gpusim_stream *s = streams[i]; !s->tasks.empty() && advance(*s, lock);)
                 moved = true;
         if (moved)
             changed.notify_all();
@@ -270,8 +272,17 @@ cudaError_t cudaEventQuery(cudaEvent_t e)
     std::lock_guard<std::mutex> lock(mu);
     return e->when == nullptr || e->when->passed ? cudaSuccess : cudaErrorNotReady;
 }
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind, cudaStream_t s)
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
+                            cudaStream_t s)
 {
+    struct cudaPointerAttributes of;
+    cudaPointerGetAttributes(&of, from);
+    if (bytes != 0 && kind == cudaMemcpyHostToDevice && of.type == cudaMemoryTypeUnregistered &&
+        s->capture == nullptr) {
+        // Pageable memory: the call has read it when it returns.
+        auto staged = std::make_shared<std::vector<char>>((const char *)from, (const char *)from + bytes);
+        return add_call(s, [=] { memcpy(to, staged->data(), bytes); });
+    }
     return add_call(s, [=] { memmove(to, from, bytes); });
 }
 cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t s)
