@@ -2,8 +2,9 @@
 
 Each host is a namespace with one interface, `eth0`. The switch is a bridge in a namespace of its own, so the machine's
 own network is not touched. Both ends of a host's link are shaped by `tbf`. After a pause each passes a burst at once,
-2 ms of the rate (16 to 256 KiB). It queues 5 ms of the rate, and 256 KiB at least, as a small switch does. Needs root,
-and the commands `ip` and `tc` (iproute2). This file knows nothing of collectives.
+2 ms of the rate (16 to 256 KiB). The switch's end queues 5 ms of the rate, and 256 KiB at least, as a small switch
+does. The host's end queues 1000 packets, as Linux does by default. Needs root, and the commands `ip` and `tc`
+(iproute2). This file knows nothing of collectives.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import NamedTuple
 IFNAME = "eth0"
 _BURST_S, _BURST_BYTES_MIN, _BURST_BYTES_MAX = 256 * 1024 / 125e6, 16 << 10, 256 << 10
 _QUEUE_S, _QUEUE_BYTES_MIN = 5e-3, 256 << 10
+_HOST_QUEUE_BYTES = 1000 * 1514
 _COMMAND_S = 20.0  # time for one `ip` or `tc` command
 _CLONE_NEWNET = 0x40000000
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
@@ -48,8 +50,13 @@ def burst_bytes(rate: str) -> int:
 
 
 def queue_bytes(rate: str) -> int:
-    """What a link holds at most: its burst, and what waits behind it."""
+    """What the switch's end of a link holds at most: its burst, and what waits behind it."""
     return burst_bytes(rate) + int(max(bits_per_second(rate) / 8 * _QUEUE_S, _QUEUE_BYTES_MIN))
+
+
+def host_queue_bytes(rate: str) -> int:
+    """What the host's end of a link holds at most. At 2.5 Gbit/s and more it is that of the switch."""
+    return max(burst_bytes(rate) + _HOST_QUEUE_BYTES, queue_bytes(rate))
 
 
 def _run(*words: str) -> None:
@@ -78,7 +85,7 @@ def _refusal(name: str) -> str | None:
         _run("ip", "netns", "add", name)
         _run("ip", "-n", name, "link", "add", "bridge", "type", "bridge")
         _run("ip", "-n", name, "link", "add", "port0", "type", "veth", "peer", "name", "port1")
-        _run("tc", "-n", name, "qdisc", "add", "dev", "lo", "root", "tbf", *_shape("1gbit"))
+        _run("tc", "-n", name, "qdisc", "add", "dev", "lo", "root", "tbf", *_shape("1gbit", queue_bytes("1gbit")))
     except CannotEmulate as error:
         return str(error)
     finally:
@@ -87,9 +94,9 @@ def _refusal(name: str) -> str | None:
     return None
 
 
-def _shape(rate: str) -> tuple[str, ...]:
+def _shape(rate: str, limit_bytes: int) -> tuple[str, ...]:
     """Arguments of tbf."""
-    return ("rate", rate, "burst", str(burst_bytes(rate)), "limit", str(queue_bytes(rate)))
+    return ("rate", rate, "burst", str(burst_bytes(rate)), "limit", str(limit_bytes))
 
 
 def _make(prefix: str, names: list[str], rate: str) -> None:
@@ -105,8 +112,8 @@ def _make(prefix: str, names: list[str], rate: str) -> None:
         _run("ip", "-n", name, "addr", "add", f"{address(i)}/24", "dev", IFNAME)
         _run("ip", "-n", name, "link", "set", IFNAME, "up")
         _run("ip", "-n", name, "link", "set", "lo", "up")
-        _run("tc", "-n", name, "qdisc", "add", "dev", IFNAME, "root", "tbf", *_shape(rate))
-        _run("tc", "-n", switch, "qdisc", "add", "dev", port, "root", "tbf", *_shape(rate))
+        _run("tc", "-n", name, "qdisc", "add", "dev", IFNAME, "root", "tbf", *_shape(rate, host_queue_bytes(rate)))
+        _run("tc", "-n", switch, "qdisc", "add", "dev", port, "root", "tbf", *_shape(rate, queue_bytes(rate)))
 
 
 def address(host: int) -> str:
