@@ -8,6 +8,8 @@
  * The first term fits into the queue of a small switch. The second keeps the link busy. `rate` is measured
  * while there is more to send than the kernel takes. A window of 4 times rate * round trip lets the rate double from one
  * measurement to the next until the link limits it, even if half of the sockets have nothing to send.
+ * While a socket is below its limit, the kernel takes all of one write, up to 64 KiB. Shorter writes were slower
+ * (bench/notes/transports.md).
  *
  * This file knows no ranks and no messages. */
 #ifndef SP_TCP_WINDOW_H
@@ -55,9 +57,9 @@ bool sp_tcp_window_measure(sp_tcp_window *w, int64_t now_ns, bool full, int64_t 
 /* Take over a rate that tcp_drain.h has found. Has no effect once sp_tcp_window_measure has found one. Returns true as
  * sp_tcp_window_measure does. */
 bool sp_tcp_window_learn(sp_tcp_window *w, double rate);
-/* Limit the bytes in flight of one socket to socket_bytes. A socket may have 4 segments of its connection in any case: with fewer, acknowledgements are delayed by 40 ms. If the system does not allow so
- * much (net.core.wmem_max), the kernel's own control of the buffer is switched on again. Before Linux 5.14 the largest
- * allowed limit stays instead. */
+/* Limit the bytes in flight of one socket to socket_bytes. A socket may have 4 segments of its connection in any case:
+ * with fewer, acknowledgements are delayed by 40 ms. If the system does not allow so much (net.core.wmem_max), the
+ * kernel's own control of the buffer is switched on again. Before Linux 5.14 the largest allowed limit stays instead. */
 void sp_tcp_window_apply(const sp_tcp_window *w, int fd);
 /* The kernel's estimate of the smallest round trip of a socket, in ns; 0: unknown. */
 int64_t sp_tcp_window_rtt(int fd);
