@@ -19,10 +19,12 @@
 #define STEPS_MAX ((size_t)4 << 20)
 #define MESSAGES_MAX ((size_t)4 << 20)
 #define PART_ELEMS 64 /* parts are multiples of it: sp_part_range */
-/* As tcp_window.h limits the bytes on the way to other hosts: of a host together, and of one queue at least. */
+/* As tcp_window.h limits the bytes on the way to other hosts: of a host together, of one queue at least, and one write
+ * that may go past the limit of its queue. */
 #define WINDOW_BYTES (256.0 * 1024)
 #define WINDOW_DELAY_NS 200000.0
 #define WINDOW_MIN (8.0 * 1024)
+#define WRITE_BYTES (64.0 * 1024)
 #define SHM_HEAD_BYTES 16 /* of a record in a ring of shared memory: spsc.h */
 #define LONG_AGO 1e18     /* ns: links have their bursts at the start */
 #define SCRATCH_SLICES 3  /* of the executor: sp_exec_memory_bytes */
@@ -233,6 +235,7 @@ static void set_window(sim *x)
     delay = delay > WINDOW_DELAY_NS ? delay : WINDOW_DELAY_NS;
     x->window_bytes = (WINDOW_BYTES / x->per_host + 2 * delay / x->remote_ns) / n_queues;
     x->window_bytes = x->window_bytes > WINDOW_MIN ? x->window_bytes : WINDOW_MIN;
+    x->window_bytes += WRITE_BYTES;
     x->quantum_bytes = x->window_bytes / 2;
     x->burst_ns = x->o->burst_bytes * x->o->link_ns;
 }
