@@ -129,7 +129,7 @@ def fit(folder: Path, iters: int) -> sim.Machine:
 
 def write(path: Path, rows: list[Row], facts: dict[str, str]) -> None:
     with path.open("w") as file:
-        file.writelines(f"# {k}: {v}\n" for k, v in facts.items() if k != "command")
+        file.writelines(f"# {k}: {v}\n" for k, v in facts.items() if k not in ("command", "settings"))
         file.write("# command: bench/simulate.py\n")
         writer = csv.DictWriter(file, [f.name for f in dataclasses.fields(Row)], lineterminator="\n")
         writer.writeheader()
