@@ -7,6 +7,7 @@
 #define CAP_BYTES ((size_t)4 << 20)
 #define MOST_TARGETS 6
 #define MOST_PLACES 4
+#define MOST_BOX_BYTES (CAP_BYTES / (MOST_TARGETS * MOST_PLACES + 8))
 #define KEY UINT64_C(0xfedcba9876543211)
 
 /* The same bytes in host memory, on which the host's functions work, and on the GPU. */
@@ -79,7 +80,7 @@ static void clear(void)
     memset(g.old.host, POISON, CAP_BYTES);
 }
 
-/* A box of a tensor of `n` elements, in rows of any length, with memory of its own. */
+/* A box of a tensor of `n` elements, at least 1, in rows of any length, with memory of its own. */
 static spccl_delta_place any_box(uint64_t n, size_t e)
 {
     uint64_t row = 1 + next_rand(&rng) % (n < 300 || next_rand(&rng) % 2 ? n : 300), rows = n / row + 1;
@@ -94,8 +95,9 @@ static spccl_delta_place any_box(uint64_t n, size_t e)
         p.col_first = 0;
         p.n_cols = p.dst_row_elems = row;
     }
-    if (p.n_rows * p.dst_row_elems * e > CAP_BYTES / 16)
-        p = (spccl_delta_place){.row_elems = n, .n_rows = 1, .n_cols = n};
+    if (p.n_rows * (p.dst_row_elems + p.n_cols) * e > MOST_BOX_BYTES) /* the first elements */
+        p = (spccl_delta_place){
+            .row_elems = n, .n_rows = 1, .n_cols = n < MOST_BOX_BYTES / e ? n : MOST_BOX_BYTES / e};
     return p;
 }
 
@@ -137,7 +139,7 @@ static void add_target(spccl_dtype dtype, uint64_t n, double density, size_t n_p
     CHECK_OK(spccl_delta_encode(&s, 1, &o, g.frames.host + at, cap, &f, &bytes));
     g.frames.used = at + bytes;
     for (size_t i = 0; i < n_places; i++) {
-        spccl_delta_place p = any_box(first + n + next_rand(&rng) % 50, e);
+        spccl_delta_place p = any_box(first + n + 1 + next_rand(&rng) % 50, e);
         size_t to = take(&g.places, p.n_rows * (p.dst_row_elems + p.n_cols) * e, e);
         p.dst = g.places.host + to;
         list.host_places[list.n][i] = p;
