@@ -176,7 +176,7 @@ def states_continue_and_move_between_host_shapes():
     for key in ("residual", "velocity"):
         for name in ("big", "last"):
             found = [
-                sum(torch.cat([s["parameters"][name][key].flatten() for s in shaped[h * per :][:per]])
+                sum(torch.cat([s["parameters"][name][key].flatten().cpu() for s in shaped[h * per :][:per]])
                     for h in range(len(shaped) // per)) / (len(shaped) // per)
                 for shaped, per in ((states, PER_HOST), (flat, 1), (back, PER_HOST), (other, 3))
             ]  # fmt: skip
