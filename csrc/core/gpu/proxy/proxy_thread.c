@@ -17,9 +17,11 @@
 #include <unistd.h>
 
 #define CONNECT_STEP_NS 200000
-/* An idle thread sleeps half as long as it has been idle: at least SLEEP_NS, at most SP_PROXY_POLL_NS. Once it was idle
- * for ASLEEP_NS and no kernel can need it, it sleeps until a wake, a message, or for ASLEEP_NS. A thread of port
+/* An idle thread sleeps for 1 / IDLE_PER_SLEEP of the time that it has been idle: at least SLEEP_NS, at most
+ * SP_PROXY_POLL_NS. So a kernel of a captured graph, which wakes nobody, waits for little of the gap before it. Once it was
+ * idle for ASLEEP_NS and no kernel can need it, it sleeps until a wake, a message, or for ASLEEP_NS. A thread of port
  * channels never knows that: after SP_PROXY_QUIET_NS it sleeps for SP_PROXY_QUIET_POLL_NS. */
+#define IDLE_PER_SLEEP 16
 #define SLEEP_NS 20000
 #define ASLEEP_NS (INT64_C(100) * 1000000)
 /* Where each rank has this many cores, a thread polls for longer than SPCCL_DEBUG_SPIN_US before it sleeps: while a kernel
@@ -218,9 +220,8 @@ int64_t sp_proxy_thread_sleep_ns(const sp_proxy_thread *t, int64_t idle_ns)
         return SP_PROXY_QUIET_POLL_NS;
     if (idle_ns >= ASLEEP_NS)
         return is_idle(t) ? ASLEEP_NS : SP_PROXY_POLL_NS;
-    return idle_ns / 2 < SLEEP_NS           ? SLEEP_NS
-           : idle_ns / 2 > SP_PROXY_POLL_NS ? SP_PROXY_POLL_NS
-                                            : idle_ns / 2;
+    int64_t ns = idle_ns / IDLE_PER_SLEEP;
+    return ns < SLEEP_NS ? SLEEP_NS : ns > SP_PROXY_POLL_NS ? SP_PROXY_POLL_NS : ns;
 }
 
 /* Sleep for ns, until a wake or until a message comes. */
