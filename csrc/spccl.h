@@ -512,7 +512,8 @@ SPCCL_API spccl_status spccl_cuda_decode(const void *frames, size_t frames_bytes
  * are there, so it cannot be captured. x, base, dst and old are memory of that GPU, arrays aligned to their elements, dst
  * and old to 8 bytes; sources, options, frames and out_bytes are in host memory. x and base are read once, where dst_cap is at least
  * twice what is written and few elements change; else twice. dst [out_bytes, dst_cap) holds any values afterwards.
- * options->old advances bases with little more reading; spccl_cuda_delta_check and _apply of the frames take longer.
+ * options->old advances bases in the same pass: no x or other base may overlap them. spccl_cuda_delta_check and _apply of the
+ * frames take longer.
  * Errors: those of spccl_delta_encode; UNSUPPORTED (no CUDA in this build), DEVICE, TIMEOUT (SPCCL_TIMEOUT_MS; the GPU may
  * come to write dst, old and bases later; memory of the call is then lost).  Threads: any. */
 SPCCL_API spccl_status spccl_cuda_delta_encode(const spccl_delta_source *sources, size_t n_sources,

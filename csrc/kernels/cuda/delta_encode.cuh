@@ -29,7 +29,7 @@ template <int E> struct sp_delta_shared {
     uint16_t before[SP_DELTA_SLICE_ELEMS / 64]; // bits set in earlier words of `bits`
     uint16_t escaped_before[CAP / 32];
     U now[CAP];
-    U old[CAP]; // after close_list: the number of the difference, at most SP_DELTA_CODE_MOST
+    U old[CAP];
     uint16_t place[CAP];
     uint64_t sum_change[SP_DELTA_ENCODE_WARPS];
     uint32_t count[SP_DELTA_ENCODE_WARPS][SP_DELTA_N_CODES]; // [0]: changes; [code]: escaped by it
@@ -56,6 +56,7 @@ struct sp_delta_piece {
     const uint8_t *x, *base; // of its first element
     uint32_t n_elems;
     bool is_aligned;     // both to 16 bytes
+    bool advances;       // what a list holds is written to the base at once, while its lines are in L2
     uint64_t first, key; // place of its first element in the tensor
 };
 
@@ -149,12 +150,24 @@ __device__ __forceinline__ typename sp_unsigned<E>::type sp_delta_elem(const uin
     }
 }
 
-// This warp's list has n entries: number the differences, add up the change of the checksum, count what codes escape.
+// The base gets back what n entries of this warp's list were.
+template <int E>
+__device__ __forceinline__ void sp_delta_take_back(const sp_delta_shared<E> &s, const sp_delta_piece &p,
+                                                   uint32_t n)
+{
+    typedef typename sp_unsigned<E>::type U;
+    const uint32_t begin = threadIdx.x / 32 * s.LIST;
+
+    __syncwarp();
+    for (uint32_t i = begin + threadIdx.x % 32; i < begin + n; i += 32)
+        ((U *)p.base)[s.place[i]] = s.old[i];
+}
+
+// This warp's list has n entries: add up the change of the checksum, count what codes escape.
 template <int E>
 __device__ __forceinline__ void sp_delta_close_list(sp_delta_shared<E> &s, const sp_delta_piece &p,
                                                     uint32_t n)
 {
-    typedef typename sp_unsigned<E>::type U;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, begin = warp * s.LIST;
     uint32_t escaped[SP_DELTA_N_CODES] = {};
     uint64_t sum = 0;
@@ -162,9 +175,8 @@ __device__ __forceinline__ void sp_delta_close_list(sp_delta_shared<E> &s, const
     __syncwarp();
     for (uint32_t i = begin + lane; i < begin + n; i += 32) {
         const uint64_t now = s.now[i], old = s.old[i], at = p.first + s.place[i];
-        uint64_t number = sp_delta_number(now, old, E);
+        const uint64_t number = sp_delta_number(now, old, E);
         sum += sp_delta_hash(p.key, at, now) - sp_delta_hash(p.key, at, old);
-        s.old[i] = (U)(number < SP_DELTA_CODE_MOST ? number : SP_DELTA_CODE_MOST);
 #pragma unroll
         for (uint32_t code = 1; code < SP_DELTA_N_CODES; code++)
             escaped[code] += number >= sp_delta_code_escape(code) ? 1 : 0;
@@ -185,12 +197,14 @@ __device__ __forceinline__ void sp_delta_close_list(sp_delta_shared<E> &s, const
     __syncwarp();
 }
 
-// Put the changes of one unit per lane, elements `at` and on of the part that is scanned, into bits and lists.
+// Put the changes of one unit per lane, elements `at` and on of the part that is scanned, into bits and lists. *n: entries of
+// the list; *advances: false once a list was too short, whose entries the base then has as before.
 template <int E>
 __device__ __forceinline__ void sp_delta_list_unit(sp_delta_shared<E> &s, const sp_delta_piece &p,
                                                    const uint4 &now, const uint4 &old, uint32_t from,
-                                                   uint32_t at, uint32_t *n)
+                                                   uint32_t at, uint32_t *n, bool *advances)
 {
+    typedef typename sp_unsigned<E>::type U;
     const uint32_t begin = threadIdx.x / 32 * s.LIST;
     uint32_t mask = sp_delta_mask<E>(now, old), vote;
 
@@ -204,6 +218,9 @@ __device__ __forceinline__ void sp_delta_list_unit(sp_delta_shared<E> &s, const 
     }
     while ((vote = __ballot_sync(~0u, mask != 0)) != 0) {
         if (*n + (uint32_t)__popc(vote) > s.LIST) {
+            if (*advances)
+                sp_delta_take_back(s, p, *n);
+            *advances = false;
             sp_delta_close_list(s, p, *n);
             *n = 0;
             s.is_dense = 1;
@@ -211,9 +228,12 @@ __device__ __forceinline__ void sp_delta_list_unit(sp_delta_shared<E> &s, const 
         if (mask != 0) {
             uint32_t i = (uint32_t)__ffs((int)mask) - 1,
                      to = begin + *n + (uint32_t)__popc(vote & sp_lanes_below());
+            const U v = sp_delta_elem<E>(now, i);
             s.place[to] = (uint16_t)(from + at + i);
-            s.now[to] = sp_delta_elem<E>(now, i);
+            s.now[to] = v;
             s.old[to] = sp_delta_elem<E>(old, i);
+            if (*advances)
+                ((U *)p.base)[from + at + i] = v;
             mask &= mask - 1;
         }
         *n += (uint32_t)__popc(vote);
@@ -230,6 +250,7 @@ __device__ __forceinline__ void sp_delta_scan(sp_delta_shared<E> &s, const sp_de
     const uint32_t first = from / unit::N, n_units = (n + unit::N - 1) / unit::N, warp = threadIdx.x / 32;
     const uint32_t n_whole = p.is_aligned ? n / unit::N : 0; // units that can be read at once
     uint32_t n_listed = 0;
+    bool advances = p.advances;
 
     if (threadIdx.x % 32 < SP_DELTA_N_CODES)
         s.count[warp][threadIdx.x % 32] = 0;
@@ -258,7 +279,7 @@ __device__ __forceinline__ void sp_delta_scan(sp_delta_shared<E> &s, const sp_de
             if (__any_sync(~0u, any != 0))
                 sp_delta_list_unit<E>(s, p, now, old, from,
                                       (begin + q * SP_DELTA_ENCODE_THREADS + threadIdx.x) * unit::N,
-                                      &n_listed);
+                                      &n_listed, &advances);
         }
     }
     sp_delta_close_list(s, p, n_listed);
@@ -371,7 +392,8 @@ __device__ __forceinline__ void sp_delta_set_bits(sp_delta_shared<E> &s, const s
             sp_delta_or_bits(s.high, j + (place >> l) - high_from, 1, 1);
         }
         if (to.code != 0) {
-            uint32_t number = (uint32_t)s.old[i] < escape ? (uint32_t)s.old[i] : escape;
+            const uint64_t found = sp_delta_number(s.now[i], s.old[i], E);
+            const uint32_t number = found < escape ? (uint32_t)found : escape;
             sp_delta_or_bits(s.codes, j * w - codes_from, number, w);
             if (number == escape)
                 atomicOr(&s.escaped[here / 32], 1u << here % 32);
@@ -422,7 +444,7 @@ __device__ __forceinline__ void sp_delta_write_values(const sp_delta_shared<E> &
     const uint32_t warp = threadIdx.x / 32, begin = warp * s.LIST;
     const uint32_t escape = to.code == 0 ? 0 : sp_delta_code_escape(to.code);
     for (uint32_t i = begin + threadIdx.x % 32; i < begin + s.n_listed[warp]; i += 32)
-        if ((uint32_t)s.old[i] >= escape) {
+        if (sp_delta_number(s.now[i], s.old[i], E) >= escape) {
             uint32_t here = sp_delta_rank_of(s, s.place[i] - part.from), at;
             if (to.code == 0)
                 at = part.rank + here;

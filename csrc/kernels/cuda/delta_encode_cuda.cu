@@ -1,6 +1,7 @@
 // delta_encode_cuda.cu - encoding of deltas on GPU memory. A scan reads x and base once. It writes the sections of slices
 // with few changes to the end of dst, in any order. When it is known where each slice belongs, these are copied there. Slices
-// with many changes are read a second time and written in place.
+// with many changes are read a second time and written in place. Where bases advance, the scan writes them, and those of
+// slices that it does not stage get back what they were; a failure gives it back to all.
 #include "core/contract/delta_gpu.h"
 #include "kernels/cuda/delta_encode.cuh"
 #include "kernels/cuda/delta_frames.cuh"
@@ -11,7 +12,8 @@
 #include <string.h>
 
 template <int E, int CAST>
-static __device__ __forceinline__ sp_delta_piece piece_of(const sp_delta_encode_row &row, uint64_t slice)
+static __device__ __forceinline__ sp_delta_piece piece_of(const sp_delta_encode_row &row, uint64_t slice,
+                                                          bool advances)
 {
     const uint64_t from = slice * SP_DELTA_SLICE_ELEMS;
     sp_delta_piece p;
@@ -19,6 +21,7 @@ static __device__ __forceinline__ sp_delta_piece piece_of(const sp_delta_encode_
     p.base = row.base + from * E;
     p.n_elems = sp_delta_slice_elems(row.n_elems, slice);
     p.is_aligned = ((uintptr_t)p.x | (uintptr_t)p.base) % 16 == 0;
+    p.advances = advances;
     p.first = row.first + from;
     p.key = row.key;
     return p;
@@ -42,7 +45,7 @@ static __device__ __forceinline__ void fill_up(uint8_t *p, uint32_t n)
         p[n] = 0;
 }
 
-// What the base is to become, in order, behind the staged sections.
+// What the base was, in order, behind the staged sections.
 template <int E>
 static __device__ __forceinline__ void stage_changes(const sp_delta_shared<E> &s, uint8_t *staged,
                                                      const sp_delta_staged &more)
@@ -51,7 +54,7 @@ static __device__ __forceinline__ void stage_changes(const sp_delta_shared<E> &s
     const uint32_t warp = threadIdx.x / 32, begin = warp * s.LIST;
     for (uint32_t i = begin + threadIdx.x % 32; i < begin + s.n_listed[warp]; i += 32) {
         const uint32_t rank = sp_delta_rank_of(s, s.place[i]);
-        ((U *)(staged + more.now))[rank] = s.now[i];
+        ((U *)(staged + more.old))[rank] = s.old[i];
         ((uint16_t *)(staged + more.places))[rank] = s.place[i];
     }
 }
@@ -86,11 +89,15 @@ static __device__ __forceinline__ void finish_slice(const sp_delta_encode_job &a
         a.slices[number] = {k | code << SP_DELTA_CODE_SHIFT, bytes, 0, 0, sum_change, 0, staged};
         s.at = staged;
     }
-    if (k == 0 || s.is_dense != 0)
+    if (k == 0)
         return;
-    sp_delta_rank(s, (p.n_elems + 63) / 64); // a barrier: all threads see s.at
-    if (s.at == SP_DELTA_NOT_STAGED)
+    if (s.is_dense == 0)
+        sp_delta_rank(s, (p.n_elems + 63) / 64); // a barrier: all threads see s.at
+    if (s.is_dense != 0 || s.at == SP_DELTA_NOT_STAGED) {
+        if (p.advances)
+            sp_delta_take_back(s, p, s.n_listed[threadIdx.x / 32]);
         return;
+    }
     const sp_delta_sections to(a.dst + s.at, index, k, code);
     sp_delta_write_part(s, to, {true, 0, p.n_elems, 0, 0, k});
     if (threadIdx.x == 0)
@@ -133,7 +140,7 @@ static __device__ __forceinline__ void scan_slice(const sp_delta_encode_job &a, 
     s.lists.clear();
     __syncthreads();
     const uint64_t slice = i - s.kind_first;
-    const sp_delta_piece p = piece_of<E, CAST>(s.row, slice);
+    const sp_delta_piece p = piece_of<E, CAST>(s.row, slice, a.old != nullptr);
     sp_delta_scan<E, CAST>(s.lists, p, 0, p.n_elems);
     __syncthreads();
     finish_slice(a, s.lists, p, s.first_slice + slice);
@@ -164,9 +171,8 @@ static __device__ __forceinline__ void advance_part(const sp_delta_shared<E> &s,
     typedef typename sp_unsigned<E>::type U;
     const uint32_t warp = threadIdx.x / 32, begin = warp * s.LIST;
     for (uint32_t i = begin + threadIdx.x % 32; i < begin + s.n_listed[warp]; i += 32) {
-        U *at = (U *)p.base + s.place[i];
-        ((U *)old)[part.rank + sp_delta_rank_of(s, s.place[i] - part.from)] = *at;
-        *at = s.now[i];
+        ((U *)old)[part.rank + sp_delta_rank_of(s, s.place[i] - part.from)] = s.old[i];
+        ((U *)p.base)[s.place[i]] = s.now[i];
     }
 }
 
@@ -215,8 +221,8 @@ __global__ void __launch_bounds__(SP_DELTA_ENCODE_THREADS, SP_DELTA_ENCODE_CTAS)
         const uint32_t row = sp_delta_find_row(a.first_slice, a.n_rows, number);
         const sp_delta_encode_slice slice = a.slices[number];
         if (a.rows[row].kind == a.kind && slice.bytes != 0)
-            encode_in_place<E, CAST>(s, piece_of<E, CAST>(a.rows[row], number - a.first_slice[row]), slice,
-                                     a.dst + a.frames[row].offset + (uint64_t)slice.at * 4,
+            encode_in_place<E, CAST>(s, piece_of<E, CAST>(a.rows[row], number - a.first_slice[row], false),
+                                     slice, a.dst + a.frames[row].offset + (uint64_t)slice.at * 4,
                                      a.old == nullptr ? nullptr : a.old + a.old_at[row] + slice.before * E);
     }
 }
@@ -404,6 +410,8 @@ static spccl_status launch_all(sp_delta_space *m, void *stream)
     SP_TRY(launch_kinds(m, &sp_delta_kind::scan, stream));
     SP_TRY(sp_launch(sp_delta_offsets_kernel, sums, job, stream, launching));
     SP_TRY(sp_launch(sp_delta_frames_kernel, frames, job, stream, launching));
+    if (job->old != nullptr)
+        SP_TRY(sp_launch(sp_delta_restore_kernel, places, job, stream, launching));
     SP_TRY(sp_launch(sp_delta_place_kernel, places, job, stream, launching));
     return launch_kinds(m, &sp_delta_kind::again, stream);
 }

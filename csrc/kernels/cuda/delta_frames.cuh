@@ -64,12 +64,12 @@ __device__ __forceinline__ uint32_t sp_delta_elem_bytes(uint32_t kind) // of kin
 {
     return kind < 4 ? 1u << kind : 2;
 }
-// Where bases advance, a staged slice has more behind its sections: the new elements, then their places, in order.
+// Where bases advance, a staged slice has more behind its sections: the old elements, then their places, in order.
 struct sp_delta_staged {
-    uint32_t now, places, end; // bytes of what is staged
+    uint32_t old, places, end; // bytes of what is staged
 
     __device__ __forceinline__ sp_delta_staged(uint32_t section_bytes, uint32_t k, uint32_t elem_bytes)
-        : now((section_bytes + 7) / 8 * 8), places(now + (k * elem_bytes + 7) / 8 * 8), end(places + 2 * k)
+        : old((section_bytes + 7) / 8 * 8), places(old + (k * elem_bytes + 7) / 8 * 8), end(places + 2 * k)
     {
     }
 };
@@ -222,49 +222,54 @@ static __device__ __forceinline__ void copy_words(uint32_t *to, const uint32_t *
                 to[begin + q * 32 + threadIdx.x % 32] = v[q];
     }
 }
-// The base becomes what x was, at k places in order; `old` gets what it was. A warp calls it.
+// The k old elements of a staged slice. A warp calls it. is_restored: back to the base; else to `old`.
 template <class U>
-static __device__ __forceinline__ void advance(U *base, U *old, const U *now, const uint16_t *place,
-                                               uint32_t k)
-{
-    constexpr uint32_t UNROLL = 4;
-    for (uint32_t begin = threadIdx.x % 32; begin < k; begin += UNROLL * 32) {
-        U was[UNROLL];
-#pragma unroll
-        for (uint32_t q = 0; q < UNROLL; q++)
-            if (begin + q * 32 < k)
-                was[q] = base[place[begin + q * 32]];
-#pragma unroll
-        for (uint32_t q = 0; q < UNROLL; q++)
-            if (begin + q * 32 < k) {
-                base[place[begin + q * 32]] = now[begin + q * 32];
-                old[begin + q * 32] = was[q];
-            }
-    }
-}
-template <class U>
-static __device__ __forceinline__ void advance_staged(const sp_delta_encode_job &a, uint32_t row,
-                                                      uint64_t number, const sp_delta_encode_slice &slice)
+static __device__ __forceinline__ void put_old(const sp_delta_encode_job &a, uint32_t row, uint64_t number,
+                                               const sp_delta_encode_slice &slice, bool is_restored)
 {
     const uint32_t k = slice.entry & SP_DELTA_COUNT_MASK;
     const sp_delta_staged more(slice.bytes, k, sizeof(U));
-    const uint8_t *staged = a.dst + slice.staged;
+    const U *was = (const U *)(a.dst + slice.staged + more.old);
+    const uint16_t *place = (const uint16_t *)(a.dst + slice.staged + more.places);
     U *base = (U *)a.rows[row].base + (number - a.first_slice[row]) * SP_DELTA_SLICE_ELEMS;
-    advance(base, (U *)(a.old + a.old_at[row]) + slice.before, (const U *)(staged + more.now),
-            (const uint16_t *)(staged + more.places), k);
+
+    if (is_restored) {
+        for (uint32_t i = threadIdx.x % 32; i < k; i += 32)
+            base[place[i]] = was[i];
+    } else {
+        U *old = (U *)(a.old + a.old_at[row]) + slice.before;
+        for (uint32_t i = threadIdx.x % 32; i < k; i += 32)
+            old[i] = was[i];
+    }
 }
-static __device__ __forceinline__ void advance_any(const sp_delta_encode_job &a, uint32_t row,
-                                                   uint64_t number, const sp_delta_encode_slice &slice)
+static __device__ __forceinline__ void put_any_old(const sp_delta_encode_job &a, uint32_t row,
+                                                   uint64_t number, const sp_delta_encode_slice &slice,
+                                                   bool is_restored)
 {
     switch (sp_delta_elem_bytes(a.rows[row].kind)) {
     case 1:
-        return advance_staged<uint8_t>(a, row, number, slice);
+        return put_old<uint8_t>(a, row, number, slice, is_restored);
     case 2:
-        return advance_staged<uint16_t>(a, row, number, slice);
+        return put_old<uint16_t>(a, row, number, slice, is_restored);
     case 4:
-        return advance_staged<uint32_t>(a, row, number, slice);
+        return put_old<uint32_t>(a, row, number, slice, is_restored);
     default:
-        return advance_staged<uint64_t>(a, row, number, slice);
+        return put_old<uint64_t>(a, row, number, slice, is_restored);
+    }
+}
+
+// The scan advanced the bases of staged slices, but the call fails or encodes them again: bases become what they were.
+static __global__ void __launch_bounds__(SP_DELTA_PLACE_THREADS)
+    sp_delta_restore_kernel(const __grid_constant__ sp_delta_encode_job a)
+{
+    const uint64_t n_warps = (uint64_t)gridDim.x * (SP_DELTA_PLACE_THREADS / 32);
+    if (a.totals->status == 0 && a.totals->is_moved != 0)
+        return;
+    for (uint64_t i = blockIdx.x * (SP_DELTA_PLACE_THREADS / 32) + threadIdx.x / 32; i < a.n_slices;
+         i += n_warps) {
+        const sp_delta_encode_slice slice = a.slices[i];
+        if (slice.bytes != 0 && slice.staged != SP_DELTA_NOT_STAGED)
+            put_any_old(a, sp_delta_find_row(a.first_slice, a.n_rows, i), i, slice, true);
     }
 }
 
@@ -312,7 +317,7 @@ static __global__ void __launch_bounds__(SP_DELTA_PLACE_THREADS)
             copy_words((uint32_t *)(frame + (uint64_t)slice.at * 4), (const uint32_t *)(a.dst + slice.staged),
                        slice.bytes / 4);
             if (a.old != nullptr)
-                advance_any(a, row, i, slice);
+                put_any_old(a, row, i, slice, false);
         }
     }
 }
