@@ -198,15 +198,16 @@ __device__ __forceinline__ void sp_delta_close_list(sp_delta_shared<E> &s, const
 }
 
 // Put the changes of one unit per lane, elements `at` and on of the part that is scanned, into bits and lists. *n: entries of
-// the list; *advances: false once a list was too short, whose entries the base then has as before.
+// the list; *advances: false once a list was too short, whose entries the base then has as before. is_whole: all 32 units may
+// be written, two at a time: a sector of 32 bytes that is written whole need not be read.
 template <int E>
 __device__ __forceinline__ void sp_delta_list_unit(sp_delta_shared<E> &s, const sp_delta_piece &p,
                                                    const uint4 &now, const uint4 &old, uint32_t from,
-                                                   uint32_t at, uint32_t *n, bool *advances)
+                                                   uint32_t at, bool is_whole, uint32_t *n, bool *advances)
 {
     typedef typename sp_unsigned<E>::type U;
-    const uint32_t begin = threadIdx.x / 32 * s.LIST;
-    uint32_t mask = sp_delta_mask<E>(now, old), vote;
+    const uint32_t begin = threadIdx.x / 32 * s.LIST, changed = sp_delta_mask<E>(now, old);
+    uint32_t mask = changed, vote;
 
     if (mask != 0) {
         if constexpr (E == 1)
@@ -232,12 +233,14 @@ __device__ __forceinline__ void sp_delta_list_unit(sp_delta_shared<E> &s, const 
             s.place[to] = (uint16_t)(from + at + i);
             s.now[to] = v;
             s.old[to] = sp_delta_elem<E>(old, i);
-            if (*advances)
+            if (*advances && !is_whole)
                 ((U *)p.base)[from + at + i] = v;
             mask &= mask - 1;
         }
         *n += (uint32_t)__popc(vote);
     }
+    if (*advances && is_whole && (changed | __shfl_xor_sync(~0u, changed, 1)) != 0)
+        *(uint4 *)((uint8_t *)p.base + (from + at) * E) = now;
 }
 
 // List what changed in elements [from, from + n) of the piece; from is a multiple of CAP. s is clear, and all threads know.
@@ -279,7 +282,7 @@ __device__ __forceinline__ void sp_delta_scan(sp_delta_shared<E> &s, const sp_de
             if (__any_sync(~0u, any != 0))
                 sp_delta_list_unit<E>(s, p, now, old, from,
                                       (begin + q * SP_DELTA_ENCODE_THREADS + threadIdx.x) * unit::N,
-                                      &n_listed, &advances);
+                                      begin + STEP <= n_whole, &n_listed, &advances);
         }
     }
     sp_delta_close_list(s, p, n_listed);
