@@ -16,10 +16,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import re
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from spccl.errors import FormatError
 
@@ -39,8 +41,7 @@ DTYPES = (
 """Names of the dtypes that travel."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A frame: what changed in elements first .. first + n_elems of a tensor. It lies at `offset` of a delta file."""
 
     file: int
@@ -52,8 +53,7 @@ class Part:
     sum_change: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A tensor. `also`: further names of the same memory; `sum_before`: None if the version has no parent."""
 
     name: str
@@ -71,11 +71,10 @@ class Entry:
     @property
     def kind(self) -> tuple[object, ...]:
         """What all versions of a tensor have in common."""
-        return self.name, self.also, self.dtype, self.shape
+        return self[:4]
 
 
-@dataclasses.dataclass(frozen=True)
-class File:
+class File(NamedTuple):
     """A file of a version. `tensors`: places of what an anchor's file holds."""
 
     name: str
@@ -104,22 +103,28 @@ class Manifest:
         return sum(file.bytes for file in self.anchor)
 
     def dump(self) -> bytes:
-        tensors = [
-            {
-                "name": entry.name,
-                "also": list(entry.also),
-                "dtype": entry.dtype,
-                "shape": list(entry.shape),
-                "sum_before": None if entry.sum_before is None else _hex(entry.sum_before),
-                "sum": _hex(entry.sum),
-                "parts": [{**vars(part), "sum_change": _hex(part.sum_change)} for part in entry.parts],
-            }
-            for entry in self.tensors
-        ]
         delta = [{"name": file.name, "bytes": file.bytes, "sha256": file.sha256} for file in self.delta]
-        anchor = [{**vars(file), "tensors": list(file.tensors)} for file in self.anchor]
-        whole = {**vars(self), "key": _hex(self.key), "tensors": tensors, "delta": delta, "anchor": anchor}
-        return json.dumps({"spccl_sync": FORMAT, **whole}, separators=(",", ":")).encode()
+        anchor = [{**file._asdict(), "tensors": list(file.tensors)} for file in self.anchor]
+        whole = {**vars(self), "key": _hex(self.key), "tensors": [], "delta": delta, "anchor": anchor}
+        text = json.dumps({"spccl_sync": FORMAT, **whole}, separators=(",", ":"))
+        tensors = ",".join(map(_dumped, self.tensors))
+        return text.replace('"tensors":[]', f'"tensors":[{tensors}]', 1).encode()
+
+
+def _dumped(entry: Entry) -> str:
+    """JSON of an entry. A model has hundreds of parts, and the numbers of each need no general writer."""
+    before = "null" if entry.sum_before is None else f'"{_hex(entry.sum_before)}"'
+    parts = ",".join([_PART % part for part in entry.parts])
+    return f'{_dumped_kind(entry.kind)},"sum_before":{before},"sum":"{_hex(entry.sum)}","parts":[{parts}]}}'
+
+
+_PART = '{"file":%d,"offset":%d,"bytes":%d,"first":%d,"n_elems":%d,"nnz":%d,"sum_change":"%016x"}'  # sum_change: masked
+
+
+@functools.lru_cache(1 << 14)
+def _dumped_kind(kind: tuple[object, ...]) -> str:
+    """The part of an entry's JSON that is the same in all versions, without its end."""
+    return json.dumps(dict(zip(Entry._fields, kind, strict=False)), separators=(",", ":"))[:-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,46 +147,68 @@ def _hex(value: int) -> str:
     return f"{value & MASK:016x}"
 
 
-@functools.cache
-def _fields(names: str) -> frozenset[str]:
-    return frozenset(names.split())
+class _Rows:
+    """Takes fields out of JSON objects of one kind, each of the type and within the bounds that are asked for. A field
+    of all objects is checked at once: a model has hundreds of parts, and a check of each alone takes longer.
+
+    Args: where: the place of an object in errors.
+    """
+
+    def __init__(self, where: Callable[[int], str], rows: Sequence[Any], names: Sequence[str]):
+        self.where, self.rows = where, rows
+        wanted = set(names)
+        for i, row in enumerate(rows):
+            if not isinstance(row, dict) or row.keys() != wanted:
+                got = sorted(row) if isinstance(row, dict) else type(row).__name__
+                raise self.fault(i, f"has {ascii(got)[:200]}, wanted the fields {sorted(wanted)}")
+
+    def fault(self, i: int, text: str) -> FormatError:
+        return FormatError(f"{self.where(i)}: {text}")
+
+    def all(self, name: str) -> list[Any]:
+        return [row[name] for row in self.rows]
+
+    def require(self, name: str, fits: Callable[[Any], bool], wanted: str) -> None:
+        """Raises: what names the first object whose field does not fit."""
+        for i, value in enumerate(self.all(name)):
+            if not fits(value):
+                raise self.fault(i, f"{name} is {_short(value)}, wanted {wanted}")
+
+    def numbers(self, name: str, least: int = 0, most: int = _MOST_COUNT) -> list[int]:
+        values = self.all(name)
+        if values and (set(map(type, values)) != {int} or min(values) < least or max(values) > most):
+            fits = lambda x: type(x) is int and least <= x <= most  # noqa: E731
+            self.require(name, fits, f"a number from {least} to {most}")
+        return values
+
+    def texts(self, name: str, pattern: re.Pattern[str]) -> list[str]:
+        values = self.all(name)
+        if values and (set(map(type, values)) != {str} or not all(map(pattern.match, values))):
+            self.require(name, lambda x: isinstance(x, str) and bool(pattern.match(x)), pattern.pattern)
+        return values
+
+    def sums(self, name: str) -> list[int]:
+        return [int(text, 16) for text in self.texts(name, _SUM)]
+
+    def lists(self, name: str) -> list[list[Any]]:
+        self.require(name, lambda x: isinstance(x, list), "a list")
+        return self.all(name)
 
 
-class _Reader:
-    """Takes fields out of one JSON object, each of the type and within the bounds that are asked for."""
+class _Row(_Rows):
+    """One object."""
 
     def __init__(self, where: str, data: object, names: str):
-        self.where, self.data = where, data
-        wanted = _fields(names)
-        if not isinstance(data, dict) or data.keys() != wanted:
-            got = sorted(data) if isinstance(data, dict) else type(data).__name__
-            raise self.fault(f"has {ascii(got)[:200]}, wanted the fields {sorted(wanted)}")
-
-    def fault(self, text: str) -> FormatError:
-        return FormatError(f"{self.where}: {text}")
+        super().__init__(lambda _: where, [data], names.split())
 
     def number(self, name: str, least: int = 0, most: int = _MOST_COUNT) -> int:
-        value = self.data[name]
-        if type(value) is not int or not least <= value <= most:
-            raise self.fault(f"{name} is {_short(value)}, wanted a number from {least} to {most}")
-        return value
+        return self.numbers(name, least, most)[0]
 
     def text(self, name: str, pattern: re.Pattern[str]) -> str:
-        value = self.data[name]
-        if not isinstance(value, str) or not pattern.match(value):
-            raise self.fault(f"{name} is {_short(value)}, wanted {pattern.pattern}")
-        return value
-
-    def sum(self, name: str) -> int:
-        return int(self.text(name, _SUM), 16)
-
-    def items(self, name: str) -> list[Any]:
-        if not isinstance(self.data[name], list):
-            raise self.fault(f"{name} is {_short(self.data[name])}, wanted a list")
-        return self.data[name]
+        return self.texts(name, pattern)[0]
 
     def absent(self, name: str) -> bool:
-        return self.data[name] is None
+        return self.rows[0][name] is None
 
 
 def _short(value: object) -> str:
@@ -200,7 +227,7 @@ _NAME = re.compile(r"[^\x00\ud800-\udfff]{1,4096}\Z")  # surrogates have no UTF-
 
 def parse_latest(where: str, data: bytes) -> Latest:
     """Raises: FormatError that begins with `where`."""
-    read = _Reader(where, _object(where, data), "spccl_sync version epoch sha256")
+    read = _Row(where, _object(where, data), "spccl_sync version epoch sha256")
     read.number("spccl_sync", FORMAT, FORMAT)
     return Latest(read.number("version", 1), read.number("epoch", 1), read.text("sha256", _SHA256))
 
@@ -208,95 +235,111 @@ def parse_latest(where: str, data: bytes) -> Latest:
 def parse(where: str, data: bytes) -> Manifest:
     """Raises: FormatError that begins with `where` and names the tensor or file."""
     top = "spccl_sync version epoch key parent parent_sha256 tensors delta anchor"
-    read = _Reader(where, _object(where, data), top)
+    read = _Row(where, _object(where, data), top)
     read.number("spccl_sync", FORMAT, FORMAT)
     version = read.number("version", 1)
     first = read.absent("parent")
-    delta = _files(where, "delta", read.items("delta"))
-    anchor = _files(where, "anchor", read.items("anchor"))
-    tensors = tuple(_entry(where, data, delta, first) for data in read.items("tensors"))
+    delta = _files(where, "delta", read.lists("delta")[0])
+    anchor = _files(where, "anchor", read.lists("anchor")[0])
     manifest = Manifest(
         version,
         read.number("epoch", 1),
-        read.sum("key"),
+        read.sums("key")[0],
         None if first else read.number("parent", version - 1, version - 1),
         None if first else read.text("parent_sha256", _SHA256),
-        tensors,
+        _entries(where, read.lists("tensors")[0], delta, first),
         delta,
         anchor,
     )
     if first and (delta or not read.absent("parent_sha256")):
-        raise read.fault(f"version {version} has no parent, wanted an anchor alone")
-    if first and not anchor and any(entry.numel for entry in tensors):
-        raise read.fault(f"version {version} has no parent and no anchor")
-    names = [name for entry in tensors for name in (entry.name, *entry.also)]
+        raise read.fault(0, f"version {version} has no parent, wanted an anchor alone")
+    if first and not anchor and any(entry.numel for entry in manifest.tensors):
+        raise read.fault(0, f"version {version} has no parent and no anchor")
+    names = [name for entry in manifest.tensors for name in (entry.name, *entry.also)]
     if len(set(names)) != len(names):
         seen: set[str] = set()
         twice = next(name for name in names if name in seen or seen.add(name))  # add returns None
-        raise read.fault(f"tensor {_short(twice)} is there twice")
+        raise read.fault(0, f"tensor {_short(twice)} is there twice")
     _check_anchor(read, manifest)
     return manifest
 
 
 def _files(where: str, kind: str, data: list[Any]) -> tuple[File, ...]:
-    result = []
-    for number, item in enumerate(data, 1):
-        read = _Reader(f"{where}: {kind} {number}", item, f"name bytes sha256{' tensors' * (kind == 'anchor')}")
-        if read.text("name", _FILE) != file_name(kind, number):
-            raise read.fault(f"name is {_short(item['name'])}, wanted {file_name(kind, number)}")
-        tensors = tuple(read.items("tensors")) if kind == "anchor" else ()
-        result.append(File(item["name"], read.number("bytes"), read.text("sha256", _SHA256), tensors))
-    return tuple(result)
+    is_anchor = kind == "anchor"
+    read = _Rows(lambda i: f"{where}: {kind} {i + 1}", data, File._fields if is_anchor else File._fields[:3])
+    for i, name in enumerate(read.texts("name", _FILE)):
+        if name != file_name(kind, i + 1):
+            raise read.fault(i, f"name is {_short(name)}, wanted {file_name(kind, i + 1)}")
+    tensors = map(tuple, read.lists("tensors")) if is_anchor else [()] * len(data)
+    return tuple(map(File, read.all("name"), read.numbers("bytes"), read.texts("sha256", _SHA256), tensors))
 
 
 def file_name(kind: str, number: int) -> str:
     return f"{kind}-{number:05d}.safetensors"
 
 
-def _entry(where: str, data: object, delta: tuple[File, ...], first: bool) -> Entry:
-    read = _Reader(f"{where}: a tensor", data, "name also dtype shape sum_before sum parts")
-    name = read.text("name", _NAME)
-    read.where = f"{where}: tensor {_short(name)}"
-    also, shape = read.items("also"), read.items("shape")
-    if not all(isinstance(other, str) and _NAME.match(other) for other in also):
-        raise read.fault(f"also is {_short(also)}, wanted names")
-    if len(shape) > _MOST_DIMS or not all(type(n) is int and 0 <= n <= _MOST_COUNT for n in shape):
-        raise read.fault(f"shape is {_short(shape)}, wanted at most {_MOST_DIMS} numbers")
-    if read.data["dtype"] not in DTYPES:
-        raise read.fault(f"dtype is {_short(read.data['dtype'])}, wanted one of {', '.join(DTYPES)}")
-    if first != read.absent("sum_before"):
-        raise read.fault(f"sum_before is {_short(read.data['sum_before'])}, wanted one where there is a parent")
-    before = None if first else read.sum("sum_before")
-    parts = tuple(_part(read.where, item, delta) for item in read.items("parts"))
-    entry = Entry(name, tuple(also), read.data["dtype"], tuple(shape), before, read.sum("sum"), parts)
-    if entry.numel > _MOST_COUNT:
-        raise read.fault(f"shape is {_short(shape)}, wanted at most {_MOST_COUNT} elements")
-    end = 0
-    for part in parts:
-        if part.first < end or part.first + part.n_elems > entry.numel:
-            raise read.fault(f"a part at {part.first} of {part.n_elems} elements overlaps, or lies outside")
-        end = part.first + part.n_elems
-    if before is not None and (before + sum(part.sum_change for part in parts)) & MASK != entry.sum:
-        raise read.fault("sum is not sum_before and the changes of its parts")
-    return entry
+def _is_shape(shape: list[Any]) -> bool:
+    return len(shape) <= _MOST_DIMS and all(type(n) is int and 0 <= n <= _MOST_COUNT for n in shape)
 
 
-def _part(where: str, data: object, delta: tuple[File, ...]) -> Part:
-    read = _Reader(f"{where}: a part", data, "file offset bytes first n_elems nnz sum_change")
-    file, n_elems = read.number("file", 0, len(delta) - 1), read.number("n_elems", 1, _MOST_ELEMS)
-    offset, n_bytes = read.number("offset"), read.number("bytes", 32)
-    if offset % 8 or offset + n_bytes > delta[file].bytes:
-        raise read.fault(f"{n_bytes} bytes at {offset} are not in {delta[file].name} of {delta[file].bytes} bytes")
-    return Part(
-        file, offset, n_bytes, read.number("first"), n_elems, read.number("nnz", 1, n_elems), read.sum("sum_change")
-    )
+def _entries(where: str, data: list[Any], delta: tuple[File, ...], first: bool) -> tuple[Entry, ...]:
+    read = _Rows(lambda _: f"{where}: a tensor", data, Entry._fields)
+    names = read.texts("name", _NAME)
+    read.where = lambda i: f"{where}: tensor {_short(names[i])}"
+    also, shapes = read.lists("also"), read.lists("shape")
+    read.require("also", lambda x: all(isinstance(name, str) and _NAME.match(name) for name in x), "names")
+    read.require("shape", _is_shape, f"at most {_MOST_DIMS} numbers")
+    read.require("dtype", lambda x: isinstance(x, str) and x in DTYPES, f"one of {', '.join(DTYPES)}")
+    read.require("sum_before", lambda x: first == (x is None), "one where there is a parent")
+    before = [None] * len(data) if first else read.sums("sum_before")
+    n_parts = list(map(len, read.lists("parts")))
+    parts = iter(_parts(read, n_parts, delta))
+    own = (tuple(itertools.islice(parts, n)) for n in n_parts)
+    kinds = names, map(tuple, also), read.all("dtype"), map(tuple, shapes)
+    entries = tuple(map(Entry, *kinds, before, read.sums("sum"), own))
+    for i, entry in enumerate(entries):
+        end, sum_after, numel = 0, entry.sum_before, entry.numel
+        if numel > _MOST_COUNT:
+            raise read.fault(i, f"shape is {_short(shapes[i])}, wanted at most {_MOST_COUNT} elements")
+        for _, _, _, start, n_elems, _, change in entry.parts:
+            if start < end or start + n_elems > numel:
+                raise read.fault(i, f"a part at {start} of {n_elems} elements overlaps, or lies outside")
+            end = start + n_elems
+            sum_after = change if sum_after is None else sum_after + change
+        if not first and sum_after & MASK != entry.sum:
+            raise read.fault(i, "sum is not sum_before and the changes of its parts")
+    return entries
 
 
-def _check_anchor(read: _Reader, manifest: Manifest) -> None:
+def _parts(tensors: _Rows, n_parts: Sequence[int], delta: tuple[File, ...]) -> list[Part]:
+    """Those of all tensors, in order. Args: n_parts: of each tensor."""
+    owner = [i for i, n in enumerate(n_parts) for _ in range(n)]
+    data = [part for parts in tensors.all("parts") for part in parts]
+    read = _Rows(lambda i: f"{tensors.where(owner[i])}: a part", data, Part._fields)
+    columns = [
+        read.numbers("file", 0, len(delta) - 1),
+        read.numbers("offset"),
+        read.numbers("bytes", 32),
+        read.numbers("first"),
+        read.numbers("n_elems", 1, _MOST_ELEMS),
+        read.numbers("nnz", 1),
+        read.sums("sum_change"),
+    ]
+    parts = list(map(Part, *columns))
+    sizes = [file.bytes for file in delta]
+    for i, (file, offset, n_bytes, _, n_elems, nnz, _) in enumerate(parts):
+        if offset % 8 or offset + n_bytes > sizes[file]:
+            raise read.fault(i, f"{n_bytes} bytes at {offset} are not in {delta[file].name} of {sizes[file]} bytes")
+        if nnz > n_elems:
+            raise read.fault(i, f"nnz is {nnz}, wanted a number from 1 to {n_elems}")
+    return parts
+
+
+def _check_anchor(read: _Rows, manifest: Manifest) -> None:
     """An anchor holds each tensor once."""
     if not manifest.anchor:
         return
     places = [place for file in manifest.anchor for place in file.tensors]
     wanted = [place for place, entry in enumerate(manifest.tensors) if entry.numel]
     if not all(type(place) is int for place in places) or sorted(places) != wanted:
-        raise read.fault(f"the anchor's files hold tensors {_short(places)}, wanted each of {len(wanted)} once")
+        raise read.fault(0, f"the anchor's files hold tensors {_short(places)}, wanted each of {len(wanted)} once")
