@@ -10,149 +10,37 @@ from __future__ import annotations
 
 import contextlib
 import os
-import struct
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from spccl import _ext
-from spccl.errors import ArgumentError, OutOfMemoryError, Status, TimeoutError, UnsupportedError
+from spccl.errors import OutOfMemoryError, TimeoutError
 
-# spccl_dtype of spccl.h. Every 8-bit float is carried as bytes; so is bool.
-_NUMBERS = {
-    torch.float32: 1,
-    torch.float16: 2,
-    torch.bfloat16: 3,
-    torch.float64: 4,
-    torch.int8: 6,
-    torch.int16: 7,
-    torch.int32: 8,
-    torch.int64: 9,
-    torch.uint8: 10,
-    torch.bool: 10,
-}
-_FLOAT8 = 5
-_MASK = 2**64 - 1
-# The structs of spccl.h: spccl_delta_source, spccl_delta_target, spccl_delta_place.
-_SOURCE = struct.Struct("<QQQQiiQ")
-_TARGET = struct.Struct("<QQQQQQQiI")
-_PLACE = struct.Struct("<QQQQQQQ")
+from . import _pack
+from ._pack import Frame, Place, Source, Target
 
-
-@dataclass(frozen=True)
-class Source:
-    """A tensor, or a part of one, and what receivers have of it.
-
-    Attributes:
-        x: what it is now, contiguous; of base's dtype, or float32 where that is bfloat16 or float16.
-        base: what receivers have, contiguous, as many elements as x. Its dtype is that of the delta.
-        first: place of element 0 in its tensor, for checksums.
-    """
-
-    x: torch.Tensor
-    base: torch.Tensor
-    first: int = 0
-
-
-@dataclass(frozen=True)
-class Frame:
-    """The delta of one source: `bytes` bytes from `offset` on of `out`.
-
-    Attributes:
-        nnz: elements that changed.
-        sum_change: what to add to the tensor's checksum, mod 2^64.
-    """
-
-    offset: int
-    bytes: int
-    nnz: int
-    sum_change: int
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a box of a tensor lies: rows row_first to row_first + n_rows, columns col_first to col_first + n_cols, of
-    the tensor seen as rows of row_elems. Row r, column c of the box is dst_row_elems * r + c elements behind the first
-    element of `dst`.
-    """
-
-    dst: torch.Tensor
-    row_elems: int
-    row_first: int
-    n_rows: int
-    col_first: int
-    n_cols: int
-    dst_row_elems: int
-
-    @staticmethod
-    def whole(dst: torch.Tensor) -> Place:
-        """The place of a whole contiguous tensor."""
-        n = dst.numel()
-        return Place(dst, max(n, 1), 0, 1, 0, n, max(n, 1))
-
-
-@dataclass(frozen=True)
-class Target:
-    """A frame, and where its elements lie. Elements that are in no place are passed over.
-
-    Attributes:
-        frame: [bytes] uint8, exactly one frame; any bytes are safe.
-        n_elems, dtype, first: as it was encoded.
-    """
-
-    frame: torch.Tensor
-    n_elems: int
-    dtype: torch.dtype
-    places: Sequence[Place] = field(default_factory=tuple)
-    first: int = 0
-
-
-def _error(cls: type[ArgumentError] | type[UnsupportedError], status: Status, text: str) -> Exception:
-    error = cls(text)
-    error.status = status
-    return error
-
-
-def _bad(text: str) -> Exception:
-    return _error(ArgumentError, Status.ARG, text)
-
-
-def _number(dtype: torch.dtype, what: str) -> int:
-    if dtype in _NUMBERS:
-        return _NUMBERS[dtype]
-    if dtype.itemsize == 1:
-        return _FLOAT8
-    raise _error(ArgumentError, Status.DTYPE, f"{what}: got {dtype}; wanted a dtype of spccl")
-
-
-def _dense(tensor: torch.Tensor, what: str, device: torch.device | None) -> torch.device:
-    """Returns the tensor's device, which must be `device` if that is not None."""
-    if tensor.device.type not in ("cpu", "cuda"):
-        text = f"{what}: on {tensor.device}; wanted a tensor on a CPU or a CUDA GPU"
-        raise _error(UnsupportedError, Status.UNSUPPORTED, text)
-    if device is not None and tensor.device != device:
-        raise _bad(f"{what}: on {tensor.device}; wanted {device}, as the tensors before")
-    if tensor.layout != torch.strided:
-        raise _bad(f"{what}: layout {tensor.layout}; wanted a dense tensor")
-    return tensor.device
-
-
-def _flat(tensor: torch.Tensor, what: str, device: torch.device | None = None) -> torch.device:
-    device = _dense(tensor, what, device)
-    if not tensor.is_contiguous():
-        raise _bad(f"{what}: strides {tuple(tensor.stride())}; wanted a contiguous tensor")
-    return device
-
-
-def _bytes(tensor: torch.Tensor, what: str, device: torch.device | None = None) -> torch.device:
-    device = _flat(tensor, what, device)
-    if tensor.dtype != torch.uint8:
-        raise _bad(f"{what}: got {tensor.dtype}; wanted uint8")
-    return device
+__all__ = [
+    "Frame",
+    "Packed",
+    "Place",
+    "Source",
+    "Target",
+    "apply",
+    "bound",
+    "check",
+    "checksum",
+    "checksums",
+    "encode",
+    "old_bytes",
+    "prepare",
+    "settle",
+    "undo",
+]
 
 
 @contextlib.contextmanager
@@ -219,38 +107,6 @@ def _used(device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
         x.record_stream(stream)
 
 
-def _pack_sources(sources: Sequence[Source], key: int, device: torch.device) -> bytes:
-    packed = bytearray()
-    for i, s in enumerate(sources):
-        _flat(s.x, f"encode: sources[{i}].x", device)
-        _flat(s.base, f"encode: sources[{i}].base", device)
-        if s.x.numel() != s.base.numel():
-            raise _bad(f"encode: sources[{i}]: x has {s.x.numel()} elements, base has {s.base.numel()}")
-        x_dtype = _number(s.x.dtype, f"encode: sources[{i}].x")
-        dtype = _number(s.base.dtype, f"encode: sources[{i}].base")
-        if x_dtype == dtype and s.x.dtype != s.base.dtype:
-            raise _bad(f"encode: sources[{i}]: x is {s.x.dtype}, base is {s.base.dtype}")
-        packed += _SOURCE.pack(
-            s.x.data_ptr(), s.base.data_ptr(), s.x.numel(), s.first & _MASK, x_dtype, dtype, key & _MASK
-        )
-    return bytes(packed)
-
-
-def _pack_place(p: Place, dtype: torch.dtype, what: str, device: torch.device) -> bytes:
-    """Memory outside of dst's storage is refused."""
-    _dense(p.dst, f"{what}.dst", device)
-    numbers = (p.row_elems, p.row_first, p.n_rows, p.col_first, p.n_cols, p.dst_row_elems)
-    if min(numbers) < 0 or max(numbers) > 2**62:
-        raise _bad(f"{what}: got {numbers}; wanted numbers from 0 on")
-    if p.dst.dtype != dtype:
-        raise _bad(f"{what}.dst: got {p.dst.dtype}; wanted {dtype}, as its target")
-    left = p.dst.untyped_storage().nbytes() // dtype.itemsize - p.dst.storage_offset()
-    extent = (p.n_rows - 1) * p.dst_row_elems + p.n_cols if p.n_rows > 0 and p.n_cols > 0 else 0
-    if extent > left:
-        raise _bad(f"{what}: its box ends at element {extent} of dst, whose memory has {left}")
-    return _PLACE.pack(p.dst.data_ptr(), *numbers)
-
-
 class Packed:
     """A list of targets, packed once for `check`, `apply` and `undo`: packing thousands takes longer than writing few
     elements to each. Their memory must stay where it is. On a GPU the first of these calls makes a plan in GPU memory;
@@ -304,7 +160,7 @@ def _packed(call: str, targets: Sequence[Target] | Packed, key: int | None = Non
     if not isinstance(targets, Packed):
         return Packed(targets, key or 0)
     if key not in (None, targets.key):
-        raise _bad(f"{call}: key {key}; wanted {targets.key}, which the targets were packed with")
+        raise _pack.bad(f"{call}: key {key}; wanted {targets.key}, which the targets were packed with")
     return targets
 
 
@@ -319,14 +175,14 @@ def _pack_targets(
     packed, places = bytearray(), bytearray()
     for i, t in enumerate(targets):
         what = f"{call}: targets[{i}]"
-        _bytes(t.frame, f"{what}.frame", device)
-        number = _number(t.dtype, what)
+        _pack.as_bytes(t.frame, f"{what}.frame", device)
+        number = _pack.number(t.dtype, what)
         for p, place in enumerate(t.places):
-            places += _pack_place(place, t.dtype, f"{what}.places[{p}]", device)
-        if not 0 <= t.n_elems <= _MASK:
-            raise _bad(f"{what}: n_elems {t.n_elems}")
-        packed += _TARGET.pack(
-            *(t.frame.data_ptr(), t.frame.numel(), t.n_elems, t.first & _MASK, 0, len(t.places), key & _MASK),
+            places += _pack.pack_place(place, t.dtype, f"{what}.places[{p}]", device)
+        if not 0 <= t.n_elems <= _pack.MASK:
+            raise _pack.bad(f"{what}: n_elems {t.n_elems}")
+        packed += _pack.TARGET.pack(
+            *(t.frame.data_ptr(), t.frame.numel(), t.n_elems, t.first & _pack.MASK, 0, len(t.places), key & _pack.MASK),
             *(number, 0),
         )
     return (bytes(packed), bytes(places)), device
@@ -334,7 +190,7 @@ def _pack_targets(
 
 def bound(n_elems: int, dtype: torch.dtype) -> int:
     """Bytes that always suffice for the frame of one source."""
-    return _ext.delta_bound(n_elems, _number(dtype, "bound"))
+    return _ext.delta_bound(n_elems, _pack.number(dtype, "bound"))
 
 
 def encode(sources: Sequence[Source], key: int, out: torch.Tensor, raw: bool = False) -> list[Frame]:
@@ -348,8 +204,8 @@ def encode(sources: Sequence[Source], key: int, out: torch.Tensor, raw: bool = F
             applied once, to exactly that base.
     Raises: ArgumentError, OutOfMemoryError, UnsupportedError (a frame above 16 GiB).
     """
-    device = _bytes(out, "encode: out")
-    packed = _pack_sources(sources, key, device)
+    device = _pack.as_bytes(out, "encode: out")
+    packed = _pack.pack_sources(sources, key, device)
     with _stream_of(device) as stream:
         args = packed, raw, out.data_ptr(), out.numel(), device.type != "cpu", stream
         rows = _with_memory(device, lambda: _ext.delta_encode(*args))
@@ -384,7 +240,7 @@ def check(targets: Sequence[Target] | Packed, key: int, old: torch.Tensor | None
     """
     device = _device_of(targets)
     if old is not None:
-        _bytes(old, "check: old", device)
+        _pack.as_bytes(old, "check: old", device)
     where = (0, 0) if old is None else (old.data_ptr(), old.numel())
     if device.type == "cpu":
         packed, _ = _pack_targets("check", targets, key)
@@ -442,10 +298,10 @@ def undo(targets: Sequence[Target] | Packed, old: torch.Tensor) -> None:
     On a GPU only targets that `check` or `prepare` took as `Packed` are put back without new checks and memory.
     """
     device = _device_of(targets)
-    _bytes(old, "undo: old", device)
+    _pack.as_bytes(old, "undo: old", device)
     n_bytes = old_bytes(targets)
     if old.numel() < n_bytes:
-        raise _bad(f"undo: old has {old.numel()} bytes; wanted {n_bytes}, as check wrote")
+        raise _pack.bad(f"undo: old has {old.numel()} bytes; wanted {n_bytes}, as check wrote")
     if device.type == "cpu":
         packed, _ = _pack_targets("undo", targets)
         _ext.delta_undo(*packed, old.data_ptr(), n_bytes)
@@ -474,8 +330,10 @@ def checksums(parts: Sequence[tuple[torch.Tensor, int]], key: int) -> list[int]:
     device: torch.device | None = None
     asked = []
     for x, first in parts:
-        device = _flat(x, "checksum: x", device)
-        asked.append((x.data_ptr(), x.numel(), _number(x.dtype, "checksum: x"), first & _MASK, key & _MASK))
+        device = _pack.flat(x, "checksum: x", device)
+        asked.append(
+            (x.data_ptr(), x.numel(), _pack.number(x.dtype, "checksum: x"), first & _pack.MASK, key & _pack.MASK)
+        )
     if device is None or device.type == "cpu":
         return [_ext.delta_checksum(*args) for args in asked]
     with _stream_of(device) as stream:
@@ -484,4 +342,4 @@ def checksums(parts: Sequence[tuple[torch.Tensor, int]], key: int) -> list[int]:
             if args[1]:
                 _ext.delta_cuda_checksum(*args, out.data_ptr() + 8 * place, stream)
         settle(device)
-        return [found & _MASK for found in out.tolist()]
+        return [found & _pack.MASK for found in out.tolist()]
