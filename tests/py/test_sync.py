@@ -163,19 +163,25 @@ def test_a_restarted_publisher_goes_on(tmp_path):
     assert state(copy) == state(net, torch.bfloat16)
 
 
-def test_parameters_that_are_replaced(tmp_path):
-    """A model that got other parameters (load_state_dict(assign=True)) is read and written where they are now."""
+@pytest.mark.parametrize("what", ["parameter", "memory"])
+def test_parameters_that_are_replaced(tmp_path, what):
+    """A model that got other parameters (load_state_dict(assign=True)), or other memory for the same ones, is read and
+    written where they are now."""
     net, copy = Net(), Net(1)
     pull = Subscriber(tmp_path, copy)
     with Publisher(tmp_path, net) as push:
-        push.publish()
-        pull.apply()
-        for model in (net, copy):
-            model.body.weight = torch.nn.Parameter(model.body.weight.detach().clone())
-        change(net, 1)
-        push.publish()
-        pull.apply()
-    assert state(copy) == state(net)
+        for number in range(5):
+            for model in (net, copy) if number > 1 else ():
+                other = model.body.weight.detach().clone()
+                if what == "memory":
+                    model.body.weight.data = other
+                else:
+                    model.body.weight = torch.nn.Parameter(other)
+            change(net, number)
+            push.publish()
+            pull.apply()
+            assert state(copy) == state(net)
+    pull.verify()
 
 
 def test_weights_of_inference_mode(tmp_path):

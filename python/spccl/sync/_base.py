@@ -11,7 +11,7 @@ import torch
 from spccl.errors import ArgumentError, OutOfMemoryError
 
 from . import delta
-from ._tensors import Named, Tensors, boxes_of_model, kept, named_tensors
+from ._tensors import Box, Model, Named, Tensors, boxes_of_model, flat
 from .manifest import Entry
 
 _ALIGN = 64
@@ -27,9 +27,11 @@ class Base:
     def __init__(self, where: str | Tensors, entries: Sequence[Entry], tensors: Sequence[Named]):
         self.is_live = not isinstance(where, str)
         self._pinned: list[torch.Tensor] = []
+        self._boxes: tuple[Sequence[torch.Tensor], list[list[Box]]] = [], []
         if not self.is_live and where not in ("device", "pinned"):
             raise ArgumentError(f"publisher: base={where!r}: wanted device, pinned, or the live copy")
-        self._where = kept(where) if self.is_live else where
+        self._where = where if not self.is_live else Model("publisher: base", where)
+        self._found: tuple[Sequence[Named], Sequence[Named], list[torch.Tensor]] | None = None
         if self.is_live:
             self.find(entries, tensors)
         elif where == "pinned" and tensors[0].tensor.device.type != "cuda":
@@ -37,6 +39,7 @@ class Base:
 
     def make(self, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """Memory for the base; it has any values."""
+        self._boxes = [], []  # of one that was lost
         pairs = list(zip(tensors, dtypes, strict=True))
         if self._where == "device":
             return [torch.empty(x.shape, dtype=dtype, device=x.device) for x, dtype in pairs]
@@ -65,7 +68,10 @@ class Base:
 
         Raises: MismatchError, UnsupportedError that name the tensor which is not as published; ArgumentError.
         """
-        live = named_tensors("publisher: base", self._where)
+        live = self._where.named()
+        if self._found is not None and self._found[0] is live and self._found[1] is tensors:
+            return self._found[2]
+        self._found = None
         boxes = boxes_of_model("publisher: base", entries, live)
         for one, places in zip(tensors, boxes, strict=True):
             if len(places) > 1:
@@ -84,7 +90,16 @@ class Base:
                 f"publisher: base: on {live[0].tensor.device}, the tensors on {here}: wanted one device"
             )
         by_name = {name: one.tensor.detach() for one in live for name in one.names}
-        return [by_name[one.name] for one in tensors]
+        self._found = live, tensors, [by_name[one.name] for one in tensors]
+        return self._found[2]
+
+    def boxes(self, entries: Sequence[Entry], tensors: Sequence[torch.Tensor]) -> list[list[Box]]:
+        """Where the base is: the same boxes for the same list of tensors, which `make` or `find` returned."""
+        if self._boxes[0] is not tensors:
+            pairs = zip(entries, tensors, strict=True)
+            found = [[Box(entry, delta.Place.whole(flat(x)))] if entry.numel else [] for entry, x in pairs]
+            self._boxes = tensors, found
+        return self._boxes[1]
 
     def settle(self, tensors: Sequence[torch.Tensor]) -> None:
         """Wait until a GPU has written a live copy: the trainer may use it on any stream."""

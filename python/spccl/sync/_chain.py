@@ -96,7 +96,7 @@ def _check_batch(changes: Sequence[Change], batch: Sequence[_Range]) -> None:
         pairs = [(t, place) for found, place in zip(batch, copies, strict=True) for t in found.targets[number]]
         if not pairs:
             continue
-        targets = [dataclasses.replace(change.targets.targets[t], places=[place]) for t, place in pairs]
+        targets = [change.targets.targets[t]._replace(places=[place]) for t, place in pairs]
         packed = delta.Packed(targets, change.targets.key)
         if number:
             change.check_some([t for t, _ in pairs], packed)

@@ -6,25 +6,20 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from spccl.errors import ArgumentError, StateError
+from spccl.errors import ArgumentError, StateError, Status
 
 from . import delta
-from ._tensors import Box, flat, frame_dtype
+from ._tensors import Named, flat, frame_dtype
 from .manifest import MASK, Entry, File, Part, file_name
 
 Pairs = Sequence[tuple[torch.Tensor, torch.dtype]]
+Cut = tuple[int, int, int]  # a part: place of its tensor, first element, number of elements
 Write = Callable[[str, dict[str, torch.Tensor], tuple[int, ...]], File]  # a delta's frames are on the tensors' device
 
 SLICE_ELEMS = 1 << 16  # of a frame; parts are of whole slices
 PART_ELEMS, N_PARTS = 1 << 22, 4096  # parts are of the first, or larger: so many of a model
 BASE_BYTES = 256 << 20  # of a base in host memory, copied to a GPU at a time
 GPU_PART_ELEMS, GPU_N_PARTS = 1 << 24, 512  # a part costs the host about what a GPU needs for a million elements
-
-
-def boxes(entries: Sequence[Entry], tensors: Sequence[torch.Tensor]) -> list[list[Box]]:
-    """Boxes of whole tensors."""
-    pairs = zip(entries, tensors, strict=True)
-    return [[Box(entry, delta.Place.whole(flat(x)))] if entry.numel else [] for entry, x in pairs]
 
 
 def sum_of(x: torch.Tensor, key: int) -> int:
@@ -41,6 +36,53 @@ def sum_after(old: Entry, parts: Sequence[Part]) -> int:
     return (old.sum + sum(part.sum_change for part in parts)) & MASK
 
 
+class Cuts:
+    """The parts of a model's tensors that are encoded, and what the library is told of them: kept from one version to
+    the next, while no tensor moves. `fits`: whether the buffer is likely to take the frames of all.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[Cut] = []
+        self.fits = True
+        self._of: tuple[object, ...] = ()
+        self._sources: delta.PackedSources | None = None  # None: copies are made for a call
+
+    def find(
+        self, named: Sequence[Named], now: Pairs, base: Sequence[torch.Tensor], staging_bytes: int, key: int
+    ) -> Cuts:
+        """Of these tensors. Args: named: the same list as before if no tensor moved; base: likewise."""
+        of = named, base, staging_bytes, key
+        if len(self._of) == len(of) and all(was is one for was, one in zip(self._of, of, strict=True)):
+            return self
+        self._of = ()
+        device = now[0][0].device if now else torch.device("cpu")
+        # Small parts, so that a rank of a sharded receiver reads few others' elements.
+        least, n_parts = (PART_ELEMS, N_PARTS) if device.type == "cpu" else (GPU_PART_ELEMS, GPU_N_PARTS)
+        part_elems = max(least, sum(x.numel() for x in base) // n_parts)
+        self.parts = [
+            (place, first, n)
+            for place, x in enumerate(base)
+            for first, n in _cut(x.numel(), frame_dtype(x.dtype), staging_bytes, part_elems)
+        ]
+        self._sources = None
+        flats = _Flats(now, base)
+        if not flats.is_far and all(x.is_contiguous() for x, _ in now):
+            self._sources = delta.PackedSources([flats.source(*part, {}) for part in self.parts], key)
+        self._of = of
+        return self
+
+    def encode(self, out: torch.Tensor, raw: bool) -> list[delta.Frame] | None:
+        """All parts in one call. None: their frames do not fit, or are likely not to."""
+        if self._sources is None or not self.fits or not self.parts:
+            return None
+        try:
+            return delta.encode(self._sources, self._sources.key, out, raw)
+        except ArgumentError as error:
+            if error.status != Status.DST_SMALL:
+                raise
+            return None
+
+
 class Writer:
     """Makes the files of one version: `write(name, tensors, places)` puts one where it belongs.
 
@@ -52,19 +94,34 @@ class Writer:
         self.files: list[File] = []
         self.kept: torch.Tensor | None = None
 
-    def delta(self, now: Pairs, base: Sequence[torch.Tensor]) -> list[tuple[Part, ...]]:
+    def delta(self, now: Pairs, base: Sequence[torch.Tensor], cuts: Cuts) -> list[tuple[Part, ...]]:
         """Encode what differs from the base. Returns the parts of each tensor that changed."""
         parts: list[list[Part]] = [[] for _ in base]
-        # Small parts, so that a rank of a sharded receiver reads few others' elements.
         device = now[0][0].device if now else torch.device("cpu")
-        least, n_parts = (PART_ELEMS, N_PARTS) if device.type == "cpu" else (GPU_PART_ELEMS, GPU_N_PARTS)
-        part_elems = max(least, sum(x.numel() for x in base) // n_parts)
-        todo = [
-            (place, first, n)
-            for place, x in enumerate(base)
-            for first, n in _cut(x.numel(), frame_dtype(x.dtype), self.staging_bytes, part_elems)
-        ]
         out = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
+        frames = cuts.encode(out, self.raw)
+        if frames is None:
+            used = self._in_pieces(now, base, cuts.parts, out, parts)
+        else:
+            used = self._take(cuts.parts, frames, 0, parts)
+        is_only = not self.files
+        self._flush(out[:used])
+        self.kept = out[:used] if is_only else None
+        cuts.fits = is_only and used <= out.numel() // (1 if device.type == "cpu" else 2)  # a GPU reads once then
+        return [tuple(found) for found in parts]
+
+    def _take(self, cut: Sequence[Cut], frames: Sequence[delta.Frame], used: int, parts: list[list[Part]]) -> int:
+        """Frames from byte `used` of a file on become parts. Returns where the next one begins."""
+        file, offset, n_bytes = len(self.files), 0, 0
+        for (place, first, n), (offset, n_bytes, nnz, sum_change) in zip(cut, frames, strict=True):
+            if nnz:
+                parts[place].append(Part(file, used + offset, n_bytes, first, n, nnz, sum_change))
+        return used + -(-(offset + n_bytes) // 8) * 8
+
+    def _in_pieces(
+        self, now: Pairs, base: Sequence[torch.Tensor], todo: Sequence[Cut], out: torch.Tensor, parts: list[list[Part]]
+    ) -> int:
+        """Encode so much at a time as fits whatever changed. Returns the bytes of `out` that are not in a file yet."""
         used, flats = 0, _Flats(now, base)
         while todo:
             n_taken = _fitting(todo, base, self.staging_bytes - used, flats.most_base_bytes)
@@ -75,17 +132,8 @@ class Writer:
             taken, todo = todo[:n_taken], todo[n_taken:]
             copies: dict[int, torch.Tensor] = {}
             sources = [flats.source(*part, copies) for part in taken]
-            frames = delta.encode(sources, self.key, out[used:], self.raw)
-            for (place, first, n), frame in zip(taken, frames, strict=True):
-                if frame.nnz:
-                    at = used + frame.offset
-                    part = Part(len(self.files), at, frame.bytes, first, n, frame.nnz, frame.sum_change & MASK)
-                    parts[place].append(part)
-            used += -(-(frames[-1].offset + frames[-1].bytes) // 8) * 8
-        is_only = not self.files
-        self._flush(out[:used])
-        self.kept = out[:used] if is_only else None
-        return [tuple(found) for found in parts]
+            used = self._take(taken, delta.encode(sources, self.key, out[used:], self.raw), used, parts)
+        return used
 
     def _flush(self, frames: torch.Tensor) -> None:
         name = file_name("delta", len(self.files) + 1)
@@ -170,9 +218,7 @@ def _cut(n_elems: int, dtype: torch.dtype, staging_bytes: int, part_elems: int) 
     return [(first, min(most, n_elems - first)) for first in range(0, n_elems, most)]
 
 
-def _fitting(
-    todo: Sequence[tuple[int, int, int]], base: Sequence[torch.Tensor], room: int, base_room: int | None
-) -> int:
+def _fitting(todo: Sequence[Cut], base: Sequence[torch.Tensor], room: int, base_room: int | None) -> int:
     """How many of the parts fit into `room` bytes, whatever changed in them, and their base into `base_room`."""
     for count, (place, _, n) in enumerate(todo):
         if base_room is not None:

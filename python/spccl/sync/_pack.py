@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -56,8 +57,23 @@ class Source:
     first: int = 0
 
 
-@dataclass(frozen=True)
-class Frame:
+class PackedSources:
+    """A list of sources, packed once for several calls of `encode`. Their memory must stay where it is.
+
+    Raises: ArgumentError, UnsupportedError, as `encode`.
+    """
+
+    def __init__(self, sources: Sequence[Source], key: int):
+        self.key = key
+        self.device = sources[0].x.device if sources else torch.device("cpu")
+        self.packed = pack_sources(sources, key, self.device)
+        self._n = len(sources)
+
+    def __len__(self) -> int:
+        return self._n
+
+
+class Frame(NamedTuple):
     """The delta of one source: `bytes` bytes from `offset` on of `out`.
 
     Attributes:
@@ -94,19 +110,33 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Target:
+class PackedPlace(Place):
+    """A place that was checked and packed once. Its memory must stay where it is."""
+
+    packed: bytes
+
+    @staticmethod
+    def of(p: Place, what: str) -> PackedPlace:
+        """Args: what: for errors. Raises: ArgumentError, UnsupportedError, as the calls for a list of targets."""
+        packed = pack_place(p, p.dst.dtype, what, p.dst.device)
+        return PackedPlace(p.dst, p.row_elems, p.row_first, p.n_rows, p.col_first, p.n_cols, p.dst_row_elems, packed)
+
+
+class Target(NamedTuple):
     """A frame, and where its elements lie. Elements that are in no place are passed over.
 
     Attributes:
-        frame: [bytes] uint8, exactly one frame; any bytes are safe.
+        frame: uint8, has exactly one frame in its `n_bytes` bytes from `start` on (None: all of them); any are safe.
         n_elems, dtype, first: as it was encoded.
     """
 
     frame: torch.Tensor
     n_elems: int
     dtype: torch.dtype
-    places: Sequence[Place] = field(default_factory=tuple)
+    places: Sequence[Place] = ()
     first: int = 0
+    start: int = 0
+    n_bytes: int | None = None
 
 
 def error(cls: type[ArgumentError] | type[UnsupportedError], status: Status, text: str) -> Exception:
@@ -172,6 +202,8 @@ def pack_sources(sources: Sequence[Source], key: int, device: torch.device) -> b
 
 def pack_place(p: Place, dtype: torch.dtype, what: str, device: torch.device) -> bytes:
     """Memory outside of dst's storage is refused."""
+    if type(p) is PackedPlace and p.dst.dtype == dtype and p.dst.device == device:
+        return p.packed
     dense(p.dst, f"{what}.dst", device)
     numbers = (p.row_elems, p.row_first, p.n_rows, p.col_first, p.n_cols, p.dst_row_elems)
     if min(numbers) < 0 or max(numbers) > 2**62:

@@ -21,6 +21,7 @@ from ._source import Source
 from ._tensors import Box, apart, bits, flat
 from .manifest import MASK, File, Manifest, Part
 
+Frame = tuple[torch.Tensor, int]  # what has it, and from which byte on
 Boxes = Sequence[Sequence[Box]]  # of each tensor
 Files = Mapping[tuple[int, str], _blob.Blob]  # of each version and name, verified
 
@@ -65,10 +66,9 @@ class Change:
 
     def _check(self, numbers: Sequence[int], where: delta.Packed, here: delta.Packed, keep_old: bool) -> list[int]:
         old = None
-        if keep_old:
-            dst = self.parts[0][0].place.dst
-            old = torch.empty(delta.old_bytes(here), dtype=torch.uint8, device=dst.device)
         try:
+            if keep_old:
+                old = torch.empty(delta.old_bytes(here), dtype=torch.uint8, device=here.device)
             changes = delta.check(where, self.targets.key, old)
         except FormatError as error:
             text = self._named(numbers, str(error))
@@ -93,7 +93,8 @@ class Change:
         """A part that lies here whole, in one place or in several together, has the change of the manifest."""
         found: dict[tuple[str, Part], dict[Box, int]] = {}
         for (box, part), change in zip(self.parts, self.changes, strict=True):
-            found.setdefault((box.entry.name, part), {})[box] = change
+            if not box.is_whole or change != part.sum_change:
+                found.setdefault((box.entry.name, part), {})[box] = change
         for (name, part), changes in found.items():
             sets = [[box] for box in changes]
             if len(sets) > 1:
@@ -128,23 +129,23 @@ class Change:
 
 def read_change(source: Source, step: Step, boxes: Boxes) -> Change:
     """The frames of a version that a receiver needs."""
-    frames: dict[Part, torch.Tensor] = {}
+    frames: dict[Part, Frame] = {}
     for place, file in enumerate(step.manifest.delta):
         frames.update(_frames_of_file(source.load(step.version, file), step, boxes, place))
     return change_of(step, boxes, frames)
 
 
-def _frames_of_file(blob: _blob.Blob, step: Step, boxes: Boxes, place: int) -> dict[Part, torch.Tensor]:
+def _frames_of_file(blob: _blob.Blob, step: Step, boxes: Boxes, place: int) -> dict[Part, Frame]:
     """The frames of a file that a receiver needs, on its device."""
     whole, device = read_frames(blob, step, place), _device(boxes)
     mine = dict.fromkeys(part for part, _ in _needed(step, boxes) if part.file == place)
     if sum(part.bytes for part in mine) < whole.numel() // 2:
         return _compact(whole, mine, device)
     whole = whole.to(device)
-    return {part: _frame(whole, part) for part in mine}
+    return {part: (whole, part.offset) for part in mine}
 
 
-def _compact(whole: torch.Tensor, parts: Iterable[Part], device: torch.device) -> dict[Part, torch.Tensor]:
+def _compact(whole: torch.Tensor, parts: Iterable[Part], device: torch.device) -> dict[Part, Frame]:
     """Copies of some frames, for a rank that has little of the tensors: it keeps little of the file."""
     starts, n_bytes = {}, 0
     for part in parts:
@@ -152,18 +153,14 @@ def _compact(whole: torch.Tensor, parts: Iterable[Part], device: torch.device) -
         n_bytes += (part.bytes + 7) // 8 * 8
     copies = torch.empty(n_bytes, dtype=torch.uint8, device=whole.device)
     for part, start in starts.items():
-        copies[start : start + part.bytes] = _frame(whole, part)
+        copies[start : start + part.bytes] = whole[part.offset : part.offset + part.bytes]
     copies = copies.to(device)
-    return {part: copies[start : start + part.bytes] for part, start in starts.items()}
+    return {part: (copies, start) for part, start in starts.items()}
 
 
-def _frame(frames: torch.Tensor, part: Part) -> torch.Tensor:
-    return frames[part.offset : part.offset + part.bytes]
-
-
-def frames_of(frames: torch.Tensor, manifest: Manifest) -> dict[Part, torch.Tensor]:
+def frames_of(frames: torch.Tensor, manifest: Manifest) -> dict[Part, Frame]:
     """All frames of a version whose only file's frames are these."""
-    return {part: _frame(frames, part) for entry in manifest.tensors for part in entry.parts}
+    return {part: (frames, part.offset) for entry in manifest.tensors for part in entry.parts}
 
 
 def _needed(step: Step, boxes: Boxes) -> Iterator[tuple[Part, Box]]:
@@ -175,14 +172,18 @@ def _needed(step: Step, boxes: Boxes) -> Iterator[tuple[Part, Box]]:
                     yield part, box
 
 
-def change_of(step: Step, boxes: Boxes, frames: Mapping[Part, torch.Tensor]) -> Change:
-    """A version's change. Args: frames: those that are here; the change is of these."""
-    parts = [(box, part) for part, box in _needed(step, boxes) if part in frames]
-    targets = [
-        delta.Target(frames[part], part.n_elems, box.place.dst.dtype, [box.place], first=part.first)
-        for box, part in parts
-    ]
-    return Change(step, delta.Packed(targets, step.manifest.key), parts)
+def change_of(step: Step, boxes: Boxes, frames: Mapping[Part, Frame]) -> Change:
+    """A version's change. Args: frames: those that are here; the change is of these. Their headers have the manifest's
+    numbers of changes, as `read_frames` found."""
+    parts, targets, old_bytes = [], [], 0
+    for part, box in _needed(step, boxes):
+        if part in frames:
+            whole, start = frames[part]
+            dtype = box.place.dst.dtype
+            parts.append((box, part))
+            targets.append(delta.Target(whole, part.n_elems, dtype, (box.place,), part.first, start, part.bytes))
+            old_bytes += -(-part.nnz * dtype.itemsize // 8) * 8
+    return Change(step, delta.Packed(targets, step.manifest.key, old_bytes), parts)
 
 
 def _device(boxes: Boxes) -> torch.device:
@@ -246,8 +247,6 @@ def commit_small(changes: Sequence[Change], begun: list[Change]) -> None:
             change.check(keep_old=True)
         begun.append(change)
         change.apply()
-    for change in changes:
-        change.count()
 
 
 def settle(boxes: Boxes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _IN_FRAMES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, *_INTS.values())
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -45,7 +47,7 @@ def flat(x: torch.Tensor) -> torch.Tensor:
     return (x if x.dtype == dtype else x.view(dtype)).view(-1)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Named:
     """A tensor, and all its names. `tensor` may be a parameter: a model may give it other memory later."""
 
@@ -58,12 +60,11 @@ class Named:
         return self.name, *self.also
 
 
-def named_tensors(who: str, given: Tensors) -> list[Named]:
-    """Parameters and saved buffers of a model, or tensors by name. What lies in the same memory comes once.
+def named_tensors(who: str, pairs: Iterable[tuple[str, torch.Tensor]]) -> list[Named]:
+    """Tensors by name. What lies in the same memory comes once.
 
     Raises: ArgumentError that names the tensor, UnsupportedError for tensors that are not dense or of several devices.
     """
-    pairs = _of_model(given) if isinstance(given, torch.nn.Module) else given
     names: dict[tuple[object, ...], list[str]] = {}  # of each memory
     tensors: dict[tuple[object, ...], torch.Tensor] = {}
     for name, x in pairs:
@@ -92,9 +93,35 @@ def _of_model(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield plain_name(f"{prefix}.{name}" if prefix else name), x
 
 
-def kept(given: Tensors) -> torch.nn.Module | list[tuple[str, torch.Tensor]]:
-    """What `named_tensors` can be given again and again."""
-    return given if isinstance(given, torch.nn.Module) else list(given.items() if isinstance(given, Mapping) else given)
+def memory_of(x: torch.Tensor) -> tuple[object, ...]:
+    """What tells that a dense tensor is where it was, and what it was."""
+    return x.data_ptr(), x.storage_offset(), x.untyped_storage().nbytes(), x.dtype, x.shape, x.stride()
+
+
+class Model:
+    """A model, or tensors by name, whose tensors are looked for again and again: a model may have other ones later."""
+
+    def __init__(self, who: str, given: Tensors):
+        is_model = isinstance(given, torch.nn.Module)
+        self._given = given if is_model else list(given.items() if isinstance(given, Mapping) else given)
+        self._who = who
+        self._pairs: list[tuple[str, torch.Tensor]] = []
+        self._memory: list[tuple[object, ...]] = []
+        self._found: list[Named] = []
+
+    def named(self) -> list[Named]:
+        """The same list as before, if all are the same objects in the same memory. Raises: as `named_tensors`."""
+        pairs = list(_of_model(self._given)) if isinstance(self._given, torch.nn.Module) else self._given
+        if (
+            not self._found
+            or len(pairs) != len(self._pairs)
+            or any(x is not y or name != was for (name, x), (was, y) in zip(pairs, self._pairs, strict=True))
+            or [memory_of(x) for _, x in pairs] != self._memory
+        ):
+            self._found = []
+            found = named_tensors(self._who, pairs)
+            self._pairs, self._memory, self._found = pairs, [memory_of(x) for _, x in pairs], found
+        return self._found
 
 
 def _check(who: str, name: object, x: object) -> None:
@@ -123,7 +150,7 @@ class Box:
     """A place of a tensor at a receiver, and the sum of what lies there. `place.dst` has the dtype of the frames."""
 
     def __init__(self, entry: Entry, place: Place):
-        self.entry, self.place = entry, place
+        self.entry, self.place = entry, delta.PackedPlace.of(place, f"tensor {entry.name!r}: place")
         self.part = place.row_elems, place.row_first, place.n_rows, place.col_first, place.n_cols
         self.is_whole = place.n_rows * place.n_cols == entry.numel
         self.sum = 0

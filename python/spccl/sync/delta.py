@@ -13,7 +13,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,11 +21,13 @@ from spccl import _ext
 from spccl.errors import OutOfMemoryError, TimeoutError
 
 from . import _pack
-from ._pack import Frame, Place, Source, Target
+from ._pack import Frame, PackedPlace, PackedSources, Place, Source, Target
 
 __all__ = [
     "Frame",
     "Packed",
+    "PackedPlace",
+    "PackedSources",
     "Place",
     "Source",
     "Target",
@@ -112,15 +113,18 @@ class Packed:
     elements to each. Their memory must stay where it is. On a GPU the first of these calls makes a plan in GPU memory;
     frames must not change afterwards.
 
-    Args: key: of `check`.
+    Args:
+        key: of `check`.
+        old_bytes: what `old_bytes` says, where that is known.
     Raises: ArgumentError, UnsupportedError, as the calls for the list itself.
     """
 
-    def __init__(self, targets: Sequence[Target], key: int):
+    def __init__(self, targets: Sequence[Target], key: int, old_bytes: int | None = None):
         self.targets, self.key = tuple(targets), key
         self.packed, self.device = _pack_targets("pack", self.targets, key)
-        self.old_bytes = old_bytes(self.targets)
+        self.old_bytes = old_bytes
         self.is_checked = False
+        self._frames: list[torch.Tensor] | None = None  # one of each memory that has frames
         self._plan = 0
         self._events: dict[int, Any] = {}  # the last use of the plan on each stream
 
@@ -137,8 +141,10 @@ class Packed:
         if stream not in self._events:
             self._events[stream] = torch.cuda.Event()
         self._events[stream].record()
-        frames = {t.frame.untyped_storage().data_ptr(): t.frame for t in self.targets}
-        _used(self.device, [*frames.values(), *old])
+        if self._frames is None:
+            one_each = {id(t.frame): t.frame for t in self.targets}.values()
+            self._frames = list({frame.untyped_storage().data_ptr(): frame for frame in one_each}.values())
+        _used(self.device, [*self._frames, *old])
 
 
 def _destroy_plan(plan: int, device: torch.device, events: dict[int, Any]) -> None:
@@ -173,17 +179,22 @@ def _pack_targets(
     device = _device_of(targets)
     key = key or 0
     packed, places = bytearray(), bytearray()
-    for i, t in enumerate(targets):
+    whole, address, size = None, 0, 0  # the tensor of the frame before, which often has this one too
+    for i, (frame, n_elems, dtype, at, first, start, n_bytes) in enumerate(targets):
         what = f"{call}: targets[{i}]"
-        _pack.as_bytes(t.frame, f"{what}.frame", device)
-        number = _pack.number(t.dtype, what)
-        for p, place in enumerate(t.places):
-            places += _pack.pack_place(place, t.dtype, f"{what}.places[{p}]", device)
-        if not 0 <= t.n_elems <= _pack.MASK:
-            raise _pack.bad(f"{what}: n_elems {t.n_elems}")
+        if frame is not whole:
+            _pack.as_bytes(frame, f"{what}.frame", device)
+            whole, address, size = frame, frame.data_ptr(), frame.numel()
+        n_bytes = size - start if n_bytes is None else n_bytes
+        if not 0 <= start <= start + n_bytes <= size:
+            raise _pack.bad(f"{what}: {n_bytes} bytes at {start} of {size}")
+        number = _pack.number(dtype, what)
+        for p, place in enumerate(at):
+            places += _pack.pack_place(place, dtype, f"{what}.places[{p}]", device)
+        if not 0 <= n_elems <= _pack.MASK:
+            raise _pack.bad(f"{what}: n_elems {n_elems}")
         packed += _pack.TARGET.pack(
-            *(t.frame.data_ptr(), t.frame.numel(), t.n_elems, t.first & _pack.MASK, 0, len(t.places), key & _pack.MASK),
-            *(number, 0),
+            address + start, n_bytes, n_elems, first & _pack.MASK, 0, len(at), key & _pack.MASK, number, 0
         )
     return (bytes(packed), bytes(places)), device
 
@@ -193,31 +204,42 @@ def bound(n_elems: int, dtype: torch.dtype) -> int:
     return _ext.delta_bound(n_elems, _pack.number(dtype, "bound"))
 
 
-def encode(sources: Sequence[Source], key: int, out: torch.Tensor, raw: bool = False) -> list[Frame]:
+def encode(sources: Sequence[Source] | PackedSources, key: int, out: torch.Tensor, raw: bool = False) -> list[Frame]:
     """Encode each source against its base, frames back to back. The base stays: `apply` of the frame advances it.
 
     Args:
         key: any number; of the checksums.
-        out: [n] uint8; the sum of `bound` of all sources suffices. On a GPU it starts at a multiple of 8 bytes, and
-            where few elements changed, twice what is written saves a second reading.
+        out: [n] uint8; the sum of `bound` of all sources suffices, and where few elements changed far less does. On a
+            GPU it starts at a multiple of 8 bytes, and twice what is written saves a second reading then.
         raw: True: all values as they are. False: as differences to the base where that is smaller; such a frame is
             applied once, to exactly that base.
-    Raises: ArgumentError, OutOfMemoryError, UnsupportedError (a frame above 16 GiB).
+    Raises: ArgumentError (its `status` is DST_SMALL where `out` is too small), OutOfMemoryError, UnsupportedError (a
+        frame above 16 GiB).
     """
     device = _pack.as_bytes(out, "encode: out")
-    packed = _pack.pack_sources(sources, key, device)
+    if isinstance(sources, PackedSources):
+        if (sources.device, sources.key) != (device, key):
+            raise _pack.bad(f"encode: on {device} with key {key}; wanted {sources.device} and {sources.key}, as packed")
+        packed = sources.packed
+    else:
+        packed = _pack.pack_sources(sources, key, device)
     with _stream_of(device) as stream:
         args = packed, raw, out.data_ptr(), out.numel(), device.type != "cpu", stream
         rows = _with_memory(device, lambda: _ext.delta_encode(*args))
-    return [Frame(*row) for row in rows]
+    return [Frame._make(row) for row in rows]
 
 
 def old_bytes(targets: Sequence[Target] | Packed) -> int:
     """Bytes that `old` of `check` needs. It reads the headers of the frames; `check` checks them."""
     if isinstance(targets, Packed):
+        if targets.old_bytes is None and targets.device.type != "cpu":
+            with _stream_of(targets.device) as stream:
+                targets.plan(stream)
+        elif targets.old_bytes is None:
+            targets.old_bytes = old_bytes(targets.targets)
         return targets.old_bytes
     total = 0
-    heads = [t.frame[16:24] for t in targets]
+    heads = [t.frame[t.start :][:24][16:] for t in targets]
     if heads and heads[0].device.type != "cpu":  # one copy for all
         all_heads = torch.cat(heads)
         settle(all_heads.device)
@@ -317,7 +339,7 @@ def _one_place_each(targets: Sequence[Target]) -> Iterator[Packed]:
     """The same frames with the first place of each, then with the second, ...: a check refuses an element whose places
     differ, as they do where only some were written."""
     for number in range(max((len(t.places) for t in targets), default=0)):
-        yield Packed([replace(t, places=tuple(t.places[number : number + 1])) for t in targets], 0)
+        yield Packed([t._replace(places=tuple(t.places[number : number + 1])) for t in targets], 0)
 
 
 def checksum(x: torch.Tensor, key: int, first: int = 0) -> int:

@@ -235,7 +235,7 @@ class GroupPublisher(Publisher):
 
     def _advance_base(self, writer: Writer, new: _Sent) -> None:
         if writer.kept is not None:
-            self._apply_kept(writer.kept, new.manifest, new.sha256)
+            self._change_of_base(writer.kept, new.manifest, new.sha256).apply()
         else:
             self._fill(self._now())
         self._base.settle(self.base)

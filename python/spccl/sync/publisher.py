@@ -21,7 +21,7 @@ from ._base import Base
 from ._encode import Writer
 from ._lock import Lock
 from ._source import Folder
-from ._tensors import Named, Tensors, dtype_name, kept, named_tensors
+from ._tensors import Model, Named, Tensors, dtype_name
 from .manifest import Entry, Latest, Manifest, sha256
 from .subscriber import LEAST_STAGING_BYTES, Subscriber
 
@@ -129,8 +129,8 @@ class Publisher:
         """The part that does not depend on where versions go."""
         if key is not None and not 0 <= key < 1 << 64:
             raise ArgumentError(f"publisher: key={key}: wanted 64 bits")
-        self._given = kept(tensors)
-        self._tensors = named_tensors("publisher", self._given)
+        self._model = Model("publisher", tensors)
+        self._tensors = self._model.named()
         self._dtypes = [_wire_dtype(one, wire_dtype) for one in self._tensors]
         self._check_names(wire_dtype)
         pairs = zip(self._tensors, self._dtypes, strict=True)
@@ -139,6 +139,8 @@ class Publisher:
             max(self.weights_bytes // 8, LEAST_STAGING_BYTES) if staging_bytes is None else staging_bytes
         )
         self._key = secrets.randbits(64) if key is None else key
+        self._kinds = [entry.kind for entry in self._entries()]
+        self._cuts = _encode.Cuts()
         self.base: list[torch.Tensor] = []
         self._base = Base(base, self._entries(), self._tensors)
         self._have: _route.Have | None = None  # what `base` holds
@@ -231,6 +233,7 @@ class Publisher:
         if self._base.is_live:
             self.base = self._base.find(self._entries(), self._tensors)
         elif not self.base:
+            self._cuts = _encode.Cuts()  # it may hold one that was lost
             self.base = self._base.make([x for x, _ in now], self._dtypes)
 
     def _now(self) -> list[tuple[torch.Tensor, torch.dtype]]:
@@ -238,8 +241,8 @@ class Publisher:
 
         Raises: MismatchError if a tensor has another name, shape, dtype or device than when this publisher was made.
         """
-        now = named_tensors("publisher", self._given)  # a model may have other parameters now
-        for was, one in zip_longest(self._tensors, now):
+        now = self._model.named()  # a model may have other parameters now
+        for was, one in zip_longest(self._tensors, now) if now is not self._tensors else ():
             if was is None or one is None or _kind(was) != _kind(one):
                 name = (was or one).name
                 raise MismatchError(f"publisher: tensor {name!r} is {one and _kind(one)} now, was {was and _kind(was)}")
@@ -306,15 +309,13 @@ class Publisher:
             if self._base.is_live:
                 self._take_base(now)
                 self._require_untouched()
-            parts = writer.delta(now, self.base)
+            cuts = self._cuts.find(self._tensors, now, self.base, self.staging_bytes, self._key)
+            parts = writer.delta(now, self.base, cuts)
             rows = [
                 (old.sum, _encode.sum_after(old, found), found)
                 for old, found in zip(before.entries, parts, strict=True)
             ]
-        entries = tuple(
-            Entry(one.name, one.also, dtype_name(dtype), tuple(one.tensor.shape), *row)
-            for one, dtype, row in zip(self._tensors, self._dtypes, rows, strict=True)
-        )
+        entries = tuple(Entry(*kind, *row) for kind, row in zip(self._kinds, rows, strict=True))
         anchor = ()
         if before is None or self._wants_anchor(writer):
             anchor = writer.anchor(entries, self._weights(now))
@@ -385,12 +386,12 @@ class Publisher:
         if before is None:
             self._fill_live(manifest)
         elif writer.kept is not None:
-            self._apply_kept(writer.kept, manifest, have.sha256)
+            self._change_of_base(writer.kept, manifest, have.sha256).apply()
         else:
             step = _route.Step(manifest, have.sha256, False)
             files = _staged.open_files(self._source, [step])
             try:
-                _staged.commit_large(files, [step], _encode.boxes(manifest.tensors, self.base))
+                _staged.commit_large(files, [step], self._base.boxes(manifest.tensors, self.base))
             finally:
                 _staged.close_files(files)
         self._base.settle(self.base)
@@ -406,13 +407,12 @@ class Publisher:
             if found != entry.sum:
                 raise StateError(f"publisher: tensor {entry.name!r} was changed while it was published")
 
-    def _apply_kept(self, frames: torch.Tensor, manifest: Manifest, sha256: str) -> None:
-        """The base takes over a change, of which these are all frames."""
+    def _change_of_base(self, frames: torch.Tensor, manifest: Manifest, sha256: str) -> _staged.Change:
+        """The base's change to a version. Args: frames: all of it."""
         if self.base:
             frames = frames.to(self.base[0].device)
-        boxes = _encode.boxes(manifest.tensors, self.base)
-        step = _route.Step(manifest, sha256, False)
-        _staged.change_of(step, boxes, _staged.frames_of(frames, manifest)).apply()
+        boxes = self._base.boxes(manifest.tensors, self.base)
+        return _staged.change_of(_route.Step(manifest, sha256, False), boxes, _staged.frames_of(frames, manifest))
 
     def _remove_old(self, newest: Manifest) -> None:
         """Remove versions before the anchor that the oldest kept version needs."""

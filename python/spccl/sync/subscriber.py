@@ -14,7 +14,7 @@ from spccl.errors import ArgumentError, FormatError, MismatchError, StateError, 
 
 from . import _chain, _folder, _route, _staged
 from ._source import Folder, Source
-from ._tensors import Box, Named, Tensors, boxes_of_model, boxes_of_plan, kept, named_tensors, require_apart
+from ._tensors import Box, Model, Named, Tensors, boxes_of_model, boxes_of_plan, memory_of, require_apart
 from .manifest import MASK, Entry, Latest
 
 LEAST_STAGING_BYTES = 4 << 20
@@ -68,11 +68,14 @@ class Subscriber:
     def _begin(self, source: Source, tensors: Tensors | None, places: Any, staging_bytes: int | None) -> None:
         self._source = source
         self._plan = places
-        self._given: Any = None
+        self._model: Model | None = None
+        self._found: tuple[list[Any], list[Any], list[list[Box]]] | None = (
+            None  # the boxes of kinds of entries, at memory
+        )
         if places is None:
             if tensors is None:
                 raise ArgumentError("subscriber: neither tensors nor places")
-            self._given = kept(tensors)
+            self._model = Model("subscriber", tensors)
             n_bytes = sum(one.tensor.numel() * one.tensor.itemsize for one in self._named())
         else:
             n_bytes = sum(p.n_rows * p.n_cols * p.dst.itemsize for found in places.values() for p in found)
@@ -85,7 +88,7 @@ class Subscriber:
 
     def _named(self) -> list[Named]:
         """The tensors as they are now: a model may have other parameters than before."""
-        found = named_tensors("subscriber", self._given)
+        found = self._model.named()
         require_apart("subscriber", found)
         return found
 
@@ -177,16 +180,33 @@ class Subscriber:
         return _staged.open_files(self._source, route)
 
     def _find_boxes(self, entries: Sequence[Entry]) -> list[list[Box]]:
-        """Where the tensors are now, with the sums of what they hold."""
-        if self._plan is None:
-            boxes = boxes_of_model("subscriber", entries, self._named())
+        """Where the tensors are now, with the sums of what they hold. The same boxes as before, if none moved."""
+        kinds = [entry.kind for entry in entries]
+        if self._found is not None and self._found[0] == kinds and self._found[1] == self._memory():
+            boxes = self._found[2]
         else:
-            boxes = boxes_of_plan("subscriber", entries, self._plan)
-        if self._have is not None and [e.kind for e in self._have.entries] == [e.kind for e in entries]:
+            self._found = None
+            if self._plan is None:
+                boxes = boxes_of_model("subscriber", entries, self._named())
+            else:
+                boxes = boxes_of_plan("subscriber", entries, self._plan)
+            self._found = kinds, self._memory(), boxes
+        same = boxes is self._boxes
+        if not same and self._have is not None and [e.kind for e in self._have.entries] == kinds:
             for before, now in zip(self._boxes, boxes, strict=True):
                 for old, new in zip(before, now, strict=True):
                     new.sum = old.sum
         return boxes
+
+    def _memory(self) -> list[Any]:
+        """What is the same as long as no tensor moves."""
+        if self._model is not None:
+            return self._model.named()
+        return [
+            (name, *list(vars(place).values())[1:], *memory_of(place.dst))  # without dst, which == would read
+            for name in self._plan
+            for place in self._plan[name]
+        ]
 
     def abandon(self) -> None:
         """Drop what is staged."""
@@ -213,12 +233,17 @@ class Subscriber:
             self._write_large(staged)
         else:
             begun: list[_staged.Change] = []
+            sums = [(box, box.sum) for places in boxes for box in places]
             try:
                 _staged.commit_small(changes, begun)
                 self._settle(boxes)
+                for change in changes:
+                    change.count()
             except BaseException:
                 _staged.undo_all(begun)
                 _staged.settle(boxes)
+                for box, found in sums:
+                    box.sum = found
                 self._have = before
                 raise
             self._undo = before, changes
