@@ -150,21 +150,22 @@ def test_the_base_cannot_follow(ranks, density, monkeypatch):
     run.pulls = [Subscriber(run.comms[1], run.nets[0])]
     assert run.round() == [1, 1]
     change(net, 1, density)
-    real = run.push._advance_base
+    real = run.push._change_of_base
 
-    def fails(writer, new) -> None:
+    def fails(*_) -> None:
         with torch.no_grad():
             run.push.base[0].view(-1)[:7] += 1
         raise KeyboardInterrupt("no")
 
-    monkeypatch.setattr(run.push, "_advance_base", fails)
+    monkeypatch.setattr(run.push, "_change_of_base", lambda *args: altered(real(*args), apply=fails))
+    monkeypatch.setattr(run.push, "_fill", fails)
     results = run.round()
     assert isinstance(results[0], KeyboardInterrupt) and results[1] == 2
     assert run.push.version == 2
     run.check(2)
     with pytest.raises(spccl.StateError, match="the base is lost"):
         run.push.verify()
-    monkeypatch.setattr(run.push, "_advance_base", real)
+    monkeypatch.undo()
     for number in (3, 4):
         change(net, number)
         assert run.round() == [number] * 2
@@ -173,10 +174,16 @@ def test_the_base_cannot_follow(ranks, density, monkeypatch):
     assert run.push.verify() == 4
 
 
-@pytest.mark.parametrize("where", ["stage", "commit", "settle", "abandon"])
+def altered(change, **fields):
+    vars(change).update(fields)
+    return change
+
+
+@pytest.mark.parametrize("where", ["stage", "commit", "settle", "abandon", "undo"])
 def test_one_receiver_fails(ranks, where, monkeypatch):
     """It cannot stage, or fails to write, or drops what it staged: no rank has the version, and the next publish has
-    both changes."""
+    both changes. The base, which is written before the last vote, has the old version again; where it cannot be put
+    back (undo), the next publish is of all weights."""
     run = ranks(3)
     run.round()
     before = state(run.net)
@@ -185,6 +192,10 @@ def test_one_receiver_fails(ranks, where, monkeypatch):
 
     def broken() -> None:
         raise spccl.DeviceError("no")
+
+    real = run.push._change_of_base
+    if where == "undo":
+        monkeypatch.setattr(run.push, "_change_of_base", lambda *args: altered(real(*args), undo=broken))
 
     def fails() -> None:
         if where == "stage":
@@ -195,7 +206,7 @@ def test_one_receiver_fails(ranks, where, monkeypatch):
             pull.stage()
             monkeypatch.setattr(pull._staged.changes[0], "apply", broken)
             pull.commit()
-        elif where == "settle":  # as a GPU that fails after the writes were queued: before this rank votes
+        elif where in ("settle", "undo"):  # as a GPU that fails after the writes were queued: before this rank votes
             monkeypatch.setattr(pull, "_settle", lambda _boxes: broken())
             pull.apply()
         else:
@@ -204,19 +215,32 @@ def test_one_receiver_fails(ranks, where, monkeypatch):
 
     errors = run.round(None, fails)
     failed = "failed to commit it.*no"
-    text = {"stage": "failed to stage it.*tensor 'count'", "commit": failed, "settle": failed, "abandon": "abandoned"}
+    text = {
+        "stage": "failed to stage it.*tensor 'count'",
+        "commit": failed,
+        "settle": failed,
+        "undo": failed,
+        "abandon": "abandoned",
+    }
     for error in (errors[0], errors[1], errors[3]):
         assert isinstance(error, spccl.PeerError), errors
         with pytest.raises(spccl.PeerError, match=f"version 2: rank 2 .*{text[where]}"):
             raise error
     assert run.push.version == 1
+    if where == "undo":
+        with pytest.raises(spccl.StateError, match="the base is lost"):
+            run.push.verify()
+    else:
+        assert run.push.verify() == 1
     monkeypatch.undo()
     if where == "stage":
         run.nets[1].count -= 1
     assert all(state(net) == before and pull.version == 1 for net, pull in zip(run.nets, run.pulls, strict=True))
     change(run.net, 2)
     assert run.round() == [2] * 4
+    assert (run.push.stats()["anchor_bytes"] > 0) == (where == "undo")
     run.check(2)
+    assert run.push.verify() == 2
 
 
 def test_a_receiver_behind_gets_the_deltas_that_it_lacks(ranks):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,33 @@ class _Sent(NamedTuple):
     data: torch.Tensor
     sha256: str
     delta: torch.Tensor | None
+
+
+class _Follower:
+    """The base on its way to a version, beside the receivers: its change is checked while they stage, written while
+    they commit, and taken back if one of them fails. What fails here does not concern them: `error` is kept."""
+
+    def __init__(self, change: Callable[[], _staged.Change] | None):
+        self.change: _staged.Change | None = None
+        self.is_begun = False
+        self.error: BaseException | None = None
+        if change is not None:
+            with contextlib.suppress(Exception):  # no memory for old values, for example: written later, as it is
+                found = change()
+                found.check(keep_old=True)
+                self.change = found
+
+    def write(self) -> None:
+        if self.change is not None:
+            self.is_begun = True
+            try:
+                self.change.apply()
+            except BaseException as error:
+                self.error = error
+
+    def undo(self) -> None:
+        if self.is_begun:
+            self.change.undo()
 
 
 class GroupPublisher(Publisher):
@@ -133,12 +160,19 @@ class GroupPublisher(Publisher):
             raise
         if anchor_first:
             self._send_anchor(manifest)
+        follower = self._follower(writer, new)
         group.vote("stage", version, None)
         if not anchor_first:
             self._send_anchor(manifest)
-        group.vote("commit", version, None)
+        if not self._base.is_live:  # others may read a live copy: it shows no version that is taken back
+            follower.write()
+        try:
+            group.vote("commit", version, None)
+        except BaseException:
+            self._stay(follower)
+            raise
         self._number = version
-        self._advance_group(writer, new)
+        self._advance_group(writer, new, follower)
         self._stats = _stats(manifest)
         return version
 
@@ -216,7 +250,22 @@ class GroupPublisher(Publisher):
             self._group.abort(f"{type(error).__name__}: {error}")  # receivers wait for the rest
             raise
 
-    def _advance_group(self, writer: Writer, new: _Sent) -> None:
+    def _follower(self, writer: Writer, new: _Sent) -> _Follower:
+        is_small = self._have is not None and writer.kept is not None
+        change = lambda: self._change_of_base(writer.kept, new.manifest, new.sha256)  # noqa: E731
+        return _Follower(change if is_small else None)
+
+    def _stay(self, follower: _Follower) -> None:
+        """The base is again what it was. If it cannot be, it is lost, and the next publish makes one of new weights."""
+        have, sent, self._have, self._sent = self._have, self._sent, None, []
+        try:
+            follower.undo()
+        except Exception:
+            self.base = []
+        else:
+            self._have, self._sent = have, sent
+
+    def _advance_group(self, writer: Writer, new: _Sent, follower: _Follower) -> None:
         """The base becomes what the receivers have now. If this fails, the next publish makes one of new weights."""
         before, sent = self._have, self._sent
         self._have, self._sent = None, []
@@ -224,7 +273,7 @@ class GroupPublisher(Publisher):
             if before is None:
                 self._fill_live(new.manifest)
             else:
-                self._advance_base(writer, new)
+                self._advance_base(writer, new, follower)
         except BaseException:
             self.base = []
             raise
@@ -233,10 +282,14 @@ class GroupPublisher(Publisher):
         while len(self._sent) > self.keep or self.stats()["kept_bytes"] > self.staging_bytes:
             del self._sent[0]
 
-    def _advance_base(self, writer: Writer, new: _Sent) -> None:
-        if writer.kept is not None:
+    def _advance_base(self, writer: Writer, new: _Sent, follower: _Follower) -> None:
+        if not follower.is_begun:
+            follower.write()
+        if follower.error is not None:
+            raise follower.error
+        if not follower.is_begun and writer.kept is not None:
             self._change_of_base(writer.kept, new.manifest, new.sha256).apply()
-        else:
+        elif not follower.is_begun:
             self._fill(self._now())
         self._base.settle(self.base)
 
