@@ -2,9 +2,11 @@
 
 All ranks of the group make the same calls in the same order:
 
-1. `gather`: "hello", role, version. One rank is the publisher; the others are receivers.
-2. `send`: the publisher's index: how many bytes of which versions follow, or its error. Then these bytes. Frames go
-   from GPU to GPU where `gather` found that all can take them so; then "room" comes before them, a vote on memory.
+1. `gather`: "hello", role, version. One rank is the publisher; the others are receivers. The publisher says how many
+   bytes its next broadcast has, by what the last version took: a guess too small costs a second broadcast.
+2. `send`: the publisher's index: which versions follow, with how many bytes, or its error; and their manifests. Then
+   their frames. These go from GPU to GPU where `gather` found that all can take them so; then "room" comes before
+   them, a vote on memory.
 3. `gather`: "stage", whether it succeeded. If one rank failed, all raise, and nothing was written.
 4. `send`: the files of an anchor, if one is due. (Before 3 where all who need it hold no version.)
 5. `gather`: "commit", whether it succeeded. If one rank failed, the others take back what they wrote.
@@ -28,6 +30,7 @@ from .manifest import File, Latest, Manifest, parse_latest
 
 _RECORD_BYTES = 512
 _MOST_BYTES = 1 << 40
+LEAST_HEAD_BYTES = 4096
 _CPU = torch.device("cpu")
 
 
@@ -129,21 +132,32 @@ class Group:
     def receive(self, n_bytes: int, root: int, what: str) -> torch.Tensor:
         return self.broadcast(self.room(n_bytes, root, what), root, what)
 
-    def send_text(self, text: str, root: int) -> None:
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        self.broadcast(torch.tensor([data.numel()]).view(torch.uint8), root, "the index")
-        self.broadcast(data, root, "the index")
+    def send_index(self, index: dict[str, Any], manifests: Sequence[bytes], n_head: int) -> int:
+        """Args: n_head: bytes of the first broadcast, which "hello" said. Returns what would have been enough."""
+        text = json.dumps(index).encode()
+        data = b"".join([text, *manifests])
+        data = len(text).to_bytes(8, "little") + len(data).to_bytes(8, "little") + data
+        head = torch.frombuffer(bytearray(data[:n_head].ljust(n_head, b"\0")), dtype=torch.uint8)
+        self.broadcast(head, self.rank, "the index")
+        if len(data) > n_head:
+            self.broadcast(torch.frombuffer(bytearray(data[n_head:]), dtype=torch.uint8), self.rank, "the index")
+        return len(data)
 
-    def receive_index(self, root: int) -> dict[str, Any]:
-        (n_bytes,) = self.receive(8, root, "the index").view(torch.int64).tolist()
-        data = self.receive(n_bytes, root, "the index").numpy().tobytes()
+    def receive_index(self, root: int, n_head: object) -> tuple[dict[str, Any], bytes]:
+        """The index, and the manifests one after the other. Args: n_head: of the publisher's "hello"."""
+        if type(n_head) is not int or n_head < 16:
+            raise FormatError(f"{self.who}: rank {root}: an index of {str(n_head)[:40]} bytes")
+        head = self.receive(n_head, root, "the index").numpy().tobytes()
+        n_text, n_bytes = (int.from_bytes(head[at : at + 8], "little") for at in (0, 8))
+        rest = self.receive(max(0, 16 + n_bytes - n_head), root, "the index")
+        data = (head + rest.numpy().tobytes())[16 : 16 + n_bytes]
         try:
-            index = json.loads(data)
-        except ValueError:
+            index = json.loads(data[:n_text])
+        except (ValueError, RecursionError):
             index = None
         if not isinstance(index, dict):
             raise FormatError(f"{self.who}: rank {root} sent {data[:40]!r}, which is no index of spccl.sync")
-        return index
+        return index, data[n_text:]
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:
@@ -179,9 +193,16 @@ class Received(Source):
     """The versions that a publisher sent, for one `stage`."""
 
     def __init__(
-        self, group: Group, root: int, index: dict[str, Any], keeps_version: bool, device: torch.device = _CPU
+        self,
+        group: Group,
+        root: int,
+        index: dict[str, Any],
+        manifests: bytes,
+        keeps_version: bool,
+        device: torch.device = _CPU,
     ):
         """Args:
+        manifests: one after the other.
         keeps_version: the receiver holds one, so an anchor that `stage` would write is not for it.
         device: of the frames.
         """
@@ -199,18 +220,19 @@ class Received(Source):
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"{group.who}: {self.name}: its index is not one of spccl.sync") from error
         self._latest = parse_latest(f"{self.name}/{_folder.LATEST}", latest)
-        self._rows = [(version, n_bytes, len(sizes)) for version, n_bytes, sizes in rows]
-        for version, _, sizes in rows:
+        end = 0
+        for version, n_bytes, sizes in rows:
+            start, end = end, end + n_bytes
+            if not start <= end <= len(manifests):
+                raise FormatError(f"{group.who}: {self.name}: version {version}: a manifest of {n_bytes} bytes")
+            self._manifests[version] = manifests[start:end]
             for number, size in enumerate(sizes):
                 self._files[version, number] = group.room(size, root, f"version {version}", device)
 
     def take(self, group: Group, root: int) -> None:
-        """Receive what the index says."""
-        for version, n_bytes, n_files in self._rows:
-            what = f"version {version}"
-            self._manifests[version] = group.receive(n_bytes, root, what).numpy().tobytes()
-            for number in range(n_files):
-                group.broadcast(self._files[version, number], root, what)
+        """Receive the frames that the index says."""
+        for (version, _), frames in self._files.items():
+            group.broadcast(frames, root, f"version {version}")
 
     def __str__(self) -> str:
         return self.name

@@ -16,7 +16,7 @@ from spccl.errors import ArgumentError, Error, PeerError, StateError
 
 from . import _blob, _route, _staged
 from ._encode import Writer
-from ._group import Group, Received, all_gpus
+from ._group import LEAST_HEAD_BYTES, Group, Received, all_gpus
 from ._source import Source
 from ._tensors import Tensors
 from .manifest import File, Latest, Manifest, sha256
@@ -28,7 +28,7 @@ class _Sent(NamedTuple):
     """A version that was made: its manifest, the bytes and hash of that, the delta's frames (None: too large)."""
 
     manifest: Manifest
-    data: torch.Tensor
+    data: bytes
     sha256: str
     delta: torch.Tensor | None
 
@@ -99,6 +99,7 @@ class GroupPublisher(Publisher):
         self._begin(tensors, wire_dtype, staging_bytes, key, base)
         self._sent: list[_Sent] = []  # oldest first
         self._needs_anchor = False
+        self._n_head = LEAST_HEAD_BYTES  # of the broadcast with the index and the manifests
         self._number: int | None = None  # of the last version that all took; the base may lack it
 
     def close(self) -> None:
@@ -132,7 +133,7 @@ class GroupPublisher(Publisher):
         """
         group, version = self._group, (self._number or 0) + 1
         here = self._tensors[0].tensor.device if self._tensors else torch.device("cpu")
-        hellos = group.gather("hello", version, role="publisher", sha256=None, gpu=group.gpu(here))
+        hellos = group.gather("hello", version, role="publisher", sha256=None, gpu=group.gpu(here), n_head=self._n_head)
         receivers = [record for rank, record in enumerate(hellos) if rank != group.rank]
         _require_roles(group, hellos)
         writer = Writer(self._file, self._key, self.staging_bytes)
@@ -141,9 +142,9 @@ class GroupPublisher(Publisher):
             self._delta, self._needs_anchor = None, older is None
             manifest = self._write(writer, version)
             data = manifest.dump()
-            new = _Sent(manifest, _tensor_of(data), sha256(data), self._delta)
+            new = _Sent(manifest, data, sha256(data), self._delta)
         except BaseException as error:
-            group.send_text(json.dumps({"error": f"{type(error).__name__}: {error}"}), group.rank)
+            group.send_index({"error": f"{type(error).__name__}: {error}"}, [], self._n_head)
             raise
         # Receivers that hold no version take the anchor before the others pause. Those that hold one must keep it.
         is_for_new = (self._have is None or new.delta is not None) and all(
@@ -216,18 +217,18 @@ class GroupPublisher(Publisher):
         rows = [
             {
                 "version": one.manifest.version,
-                "bytes": one.data.numel(),
+                "bytes": len(one.data),
                 "files": [] if one.delta is None else [one.delta.numel()],
             }
             for one in versions
         ]
         sizes = [file.bytes for file in newest.manifest.anchor]
         index = {"latest": json.loads(latest.dump()), "versions": rows, "anchor": sizes, "anchor_first": anchor_first}
-        group.send_text(json.dumps(index), group.rank)
+        n_bytes = group.send_index(index, [one.data for one in versions], self._n_head)
+        self._n_head = max(LEAST_HEAD_BYTES, n_bytes + n_bytes // 8)
         if wire.type != "cpu":
             group.vote("room", newest.manifest.version, None)
         for one in versions:
-            group.broadcast(one.data, group.rank, f"version {one.manifest.version}")
             if one.delta is not None:
                 group.broadcast(one.delta.to(wire), group.rank, f"version {one.manifest.version}")
 
@@ -352,7 +353,8 @@ class GroupSubscriber(Subscriber):
         hellos = group.gather("hello", hello["version"], **fields)
         self._root = _require_roles(group, hellos)
         number = hellos[self._root]["version"]
-        self._source = source = self._receive(number, here if all_gpus(hellos) else torch.device("cpu"))
+        device = here if all_gpus(hellos) else torch.device("cpu")
+        self._source = source = self._receive(number, hellos[self._root].get("n_head"), device)
         error: BaseException | None = None
         try:
             self._stage(source.latest(), source.latest().version)
@@ -376,17 +378,17 @@ class GroupSubscriber(Subscriber):
             found = (one.tensor.device for one in self._named())
         return next(found, torch.device("cpu"))
 
-    def _receive(self, number: int, device: torch.device) -> Received:
+    def _receive(self, number: int, n_head: object, device: torch.device) -> Received:
         group, error = self._group, None
         try:
-            index = group.receive_index(self._root)
+            index, manifests = group.receive_index(self._root, n_head)
         except BaseException as found:
             group.abort(f"{type(found).__name__}: {found}")
             raise
         if "error" in index:
             raise PeerError(f"subscriber: rank {self._root} could not make version {number}: {index['error']}")
         try:
-            received = Received(group, self._root, index, self.synced, device)
+            received = Received(group, self._root, index, manifests, self.synced, device)
         except Exception as found:
             error = found
         if device.type != "cpu":
@@ -492,7 +494,3 @@ def _require_roles(group: Group, hellos: Sequence[dict[str, Any]]) -> int:
         text = f"{group.who}: ranks {found} are publishers, wanted one of {len(hellos)}"
         raise StateError(text)
     return found[0]
-
-
-def _tensor_of(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
