@@ -211,6 +211,23 @@ static void counts(struct rank_ctx *c)
     CHECK(s.device == rank_buffers[c->rank].device, "GPU %d", s.device);
 }
 
+/* The default stream, of which each GPU has one: two ranks on one would wait for each other. */
+static void on_default_stream(struct rank_ctx *c)
+{
+    void *own = rank_buffers[c->rank].on;
+    if (!attach_gpu(c->comm, c->rank, 0))
+        return;
+    CHECK_OK(spccl_cuda_wait(c->comm, NULL, wait_ms())); /* nothing was launched on it */
+    rank_buffers[c->rank].on = NULL;
+    check_works(c);
+    rank_buffers[c->rank].on = own;
+}
+
+static void test_default_stream(void)
+{
+    run_scene(n_gpus > 1 ? 2 : 1, on_default_stream, NULL);
+}
+
 static void test_counters(void)
 {
 
@@ -245,6 +262,7 @@ int main(int argc, char **argv)
                                              {"plan", test_plan},
                                              {"inbox", test_inbox},
                                              {"one_worker", test_one_worker},
+                                             {"default_stream", test_default_stream},
                                              {"counters", test_counters},
                                              {"handle_offset", test_handle_offset},
                                              {NULL, NULL}};

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <deque>
 #include <malloc.h>
+#include <map>
 #include <mutex>
 #include <thread>
 #include <time.h>
@@ -124,9 +125,34 @@ bool advance(gpusim_stream &s, std::unique_lock<std::mutex> &lock)
 }
 
 // mu is held.
-void add(gpusim_stream *s, task t)
+gpusim_stream *new_stream()
+{
+    gpusim_stream *s = new gpusim_stream;
+    s->id = ++last_id;
+    cudaGetDevice(&s->device);
+    streams.push_back(s);
+    return s;
+}
+
+// NULL is the default stream of the current device. Here other streams do not wait for it, as those of
+// cudaStreamNonBlocking do not. mu is held.
+gpusim_stream *get(cudaStream_t s)
+{
+    static std::map<int, gpusim_stream *> defaults;
+    int device;
+    if (s != nullptr)
+        return s;
+    cudaGetDevice(&device);
+    if (defaults[device] == nullptr)
+        defaults[device] = new_stream();
+    return defaults[device];
+}
+
+// mu is held.
+void add(cudaStream_t stream, task t)
 {
     static bool started;
+    gpusim_stream *s = get(stream);
     if (s->capture != nullptr) {
         s->capture->tasks.push_back(std::move(t));
         return;
@@ -139,6 +165,12 @@ void add(gpusim_stream *s, task t)
     s->n_added++;
     added = true;
     changed.notify_all();
+}
+
+bool is_captured(cudaStream_t s)
+{
+    std::lock_guard<std::mutex> lock(mu);
+    return get(s)->capture != nullptr;
 }
 
 cudaError_t add_call(cudaStream_t s, std::function<void()> call)
@@ -198,16 +230,13 @@ cudaError_t cudaDeviceSynchronize(void)
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned)
 {
     std::lock_guard<std::mutex> lock(mu);
-    *out = new gpusim_stream;
-    (*out)->id = ++last_id;
-    cudaGetDevice(&(*out)->device);
-    streams.push_back(*out);
+    *out = new_stream();
     return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t s)
 {
     std::unique_lock<std::mutex> lock(mu);
-    changed.wait(lock, [s] { return s->tasks.empty(); });
+    changed.wait(lock, [s = get(s)] { return s->tasks.empty(); });
     return cudaSuccess;
 }
 cudaError_t cudaStreamDestroy(cudaStream_t s)
@@ -224,12 +253,14 @@ cudaError_t cudaStreamQuery(cudaStream_t s)
 {
     // Callers poll; leave the core to the device thread.
     std::unique_lock<std::mutex> lock(mu);
+    s = get(s);
     bool done = s->emptied.wait_for(lock, std::chrono::milliseconds(2), [s] { return s->tasks.empty(); });
     return done ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaStreamGetId(cudaStream_t s, unsigned long long *id)
 {
-    *id = s->id;
+    std::lock_guard<std::mutex> lock(mu);
+    *id = get(s)->id;
     return cudaSuccess;
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned)
@@ -245,6 +276,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t e)
 cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s)
 {
     std::lock_guard<std::mutex> lock(mu);
+    s = get(s);
     e->recorded_in = s->capture != nullptr ? s->capture->id : 0;
     if (s->capture != nullptr) // the tasks of a graph run in the order of its list
         return cudaSuccess;
@@ -258,7 +290,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned)
     if (e->recorded_in != 0) { // the stream joins the capture
         for (gpusim_stream *other : streams)
             if (other->capture != nullptr && other->capture->id == e->recorded_in) {
-                s->capture = other->capture;
+                get(s)->capture = other->capture;
                 return cudaSuccess;
             }
         return gpusim_fail(cudaErrorInvalidValue); // that capture has ended
@@ -278,7 +310,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
     struct cudaPointerAttributes of;
     cudaPointerGetAttributes(&of, from);
     if (bytes != 0 && kind == cudaMemcpyHostToDevice && of.type == cudaMemoryTypeUnregistered &&
-        s->capture == nullptr) {
+        !is_captured(s)) {
         // Pageable memory: the call has read it when it returns.
         auto staged = std::make_shared<std::vector<char>>((const char *)from, (const char *)from + bytes);
         return add_call(s, [=] { memcpy(to, staged->data(), bytes); });
@@ -295,6 +327,8 @@ cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t s)
 cudaError_t cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode)
 {
     std::lock_guard<std::mutex> lock(mu);
+    if (s == nullptr)
+        return gpusim_fail(cudaErrorInvalidValue); // as on GPUs, the default stream cannot be captured
     s->capture = new gpusim_graph;
     s->capture->id = ++last_id;
     return cudaSuccess;
@@ -312,6 +346,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatu
                                      unsigned long long *id, void *, void *, void *, void *)
 {
     std::lock_guard<std::mutex> lock(mu);
+    s = get(s);
     *status = s->capture != nullptr ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     *id = s->capture != nullptr ? s->capture->id : 0;
     return cudaSuccess;
