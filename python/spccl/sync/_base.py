@@ -52,12 +52,14 @@ class Base:
         sizes = [x.numel() * dtype.itemsize for x, dtype in pairs]
         starts = [0, *itertools.accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes)]
         block = torch.empty(max(starts[-1], _ALIGN), dtype=torch.uint8)
-        status = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0))
+        device = pairs[0][0].device
+        with torch.cuda.device(device):  # else each rank makes a context on GPU 0
+            status = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0))
         if status != 0:
             raise OutOfMemoryError(
                 f"publisher: base: cudaHostRegister of {block.numel()} bytes of host memory: error {status} of CUDA"
             )
-        weakref.finalize(self, _unpin, block).atexit = False
+        weakref.finalize(self, _unpin, block, device).atexit = False
         return [
             block[start : start + size].view(dtype).view(x.shape)
             for start, size, (x, dtype) in zip(starts, sizes, pairs, strict=False)
@@ -111,5 +113,6 @@ def _bytes(x: torch.Tensor) -> int:
     return x.numel() * x.itemsize
 
 
-def _unpin(block: torch.Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+def _unpin(block: torch.Tensor, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
