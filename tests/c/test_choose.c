@@ -141,6 +141,13 @@ static void watch(struct scene *s, const struct rank_ctx *ctx, sp_schedule *last
         }
 }
 
+/* What the group remembers. It has no call under way, and will have none. */
+static void take_memory(spccl_comm *comm, sp_chooser *out)
+{
+    *out = *comm->exec.chooser;
+    comm->exec.chooser->tuner = NULL;
+}
+
 static void join_pair(const struct rank_ctx *c, struct rank_ctx *pair)
 {
     spccl_store store = {
@@ -190,9 +197,9 @@ static void sequence(struct rank_ctx *c)
         if (s->pairs)
             finish(s, &pair, &flights[1][i]);
     }
-    s->memory[c->rank] = *c->comm->exec.chooser;
+    take_memory(c->comm, &s->memory[c->rank]);
     if (s->pairs)
-        s->pair_memory[c->rank] = *pair.comm->exec.chooser;
+        take_memory(pair.comm, &s->pair_memory[c->rank]);
     for (int g = 0; g < 2; g++)
         for (int i = 0; i < s->in_flight; i++) {
             free(flights[g][i].in);
@@ -234,7 +241,10 @@ static void same_memory(const struct scene *s, const sp_chooser *a, const sp_cho
     CHECK(a->n_planned == b->n_planned && a->n_ended == b->n_ended && a->n_ended == (uint32_t)s->n_calls,
           "rank %d planned %u and ended %u calls", rank, b->n_planned, b->n_ended);
     CHECK(a->choices_hash == b->choices_hash, "rank %d has chosen otherwise than rank 0", rank);
-    same_tuner(&a->tuner, &b->tuner, rank);
+    CHECK((a->tuner == NULL) == (b->tuner == NULL), "rank %d: %p, rank 0: %p", rank, (void *)b->tuner,
+          (void *)a->tuner);
+    if (a->tuner != NULL && b->tuner != NULL)
+        same_tuner(a->tuner, b->tuner, rank);
     for (int i = 0; i < SP_CHOOSE_LAG; i++) {
         const sp_measured *m = &a->ended[i], *n = &b->ended[i];
         CHECK(m->listed == n->listed && m->elems == n->elems && m->sum_listed == n->sum_listed &&
@@ -276,8 +286,12 @@ static void run_sequence(struct scene *s, const char *transports)
             same_memory(s, &s->pair_memory[r / 2 * 2], &s->pair_memory[r], r);
     }
     s->n_trials = 0;
-    for (int i = 0; i < SP_TUNER_CELLS; i++)
-        s->n_trials += s->memory[0].tuner.cells[i].n_trials;
+    for (int i = 0; s->memory[0].tuner != NULL && i < SP_TUNER_CELLS; i++)
+        s->n_trials += s->memory[0].tuner->cells[i].n_trials;
+    for (int r = 0; r < s->n_ranks; r++) {
+        sp_chooser_fini(&s->memory[r]);
+        sp_chooser_fini(&s->pair_memory[r]);
+    }
     free(s->memory);
     free(s->pair_memory);
 }
@@ -342,7 +356,7 @@ static void stop_learning(struct rank_ctx *c)
     struct outcome *o = c->arg;
     float *buf = calloc(ELEMS_MAX, sizeof *buf);
     if (c->rank == 1)
-        c->comm->exec.chooser->tuner.on = false;
+        sp_chooser_fini(c->comm->exec.chooser);
     for (int i = 0; i < 200 && o->st[c->rank] == SPCCL_OK; i++)
         o->st[c->rank] = spccl_all_reduce(c->comm, buf, buf, 2000, SPCCL_FLOAT32, SPCCL_SUM, NULL);
     snprintf(o->text[c->rank], sizeof o->text[0], "%s", spccl_last_error());

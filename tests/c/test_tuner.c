@@ -117,7 +117,7 @@ static void simulate(struct sim *s)
     sp_measured *measured = calloc((size_t)s->n_calls, sizeof *measured);
     for (int r = 0; r < s->n_ranks; r++) {
         sp_chooser_init(&ranks[r].chooser, s->n_ranks, NULL);
-        ranks[r].chooser.tuner.on = true;
+        CHECK_OK(sp_chooser_tune(&ranks[r].chooser));
         ranks[r].chooser.profile = s->profile;
         ranks[r].window = 1 + r * 3 % SP_CHOOSE_LAG;
         ranks[r].clock = 1 + 0.1 * r; /* no two agree on the time of anything */
@@ -158,6 +158,8 @@ static void simulate(struct sim *s)
         CHECK(ranks[r].chooser.choices_hash == s->hash, "rank %d has chosen otherwise than rank 0", r);
     s->learnt = (sp_profile){0};
     sp_chooser_save(&ranks[0].chooser, &s->learnt);
+    for (int r = 0; r < s->n_ranks; r++)
+        sp_chooser_fini(&ranks[r].chooser);
     free(measured);
     free(ranks);
 }
@@ -306,7 +308,7 @@ static void few_calls(struct rank_ctx *c)
             spccl_all_reduce(c->comm, buf[c->rank], buf[c->rank], 300000, SPCCL_FLOAT32, SPCCL_SUM, NULL));
     /* As if the trials had ended: what is to be saved. */
     for (int i = 0; i < SP_TUNER_CELLS && *(bool *)c->arg; i++) {
-        sp_tuner *t = &c->comm->exec.chooser->tuner;
+        sp_tuner *t = c->comm->exec.chooser->tuner;
         if (!t->cells[i].used || t->cells[i].state != SP_TUNE_TRYING)
             continue;
         t->cells[i].state = SP_TUNE_SETTLED;
@@ -427,7 +429,7 @@ static void same_bits(struct rank_ctx *c)
     }
     CHECK(n_wrong == 0, "rank %d: %d results with other bits", c->rank, n_wrong);
     for (int i = 0; i < SP_TUNER_CELLS && c->rank == 0; i++)
-        b->n_trials += (int)c->comm->exec.chooser->tuner.cells[i].n_trials;
+        b->n_trials += (int)c->comm->exec.chooser->tuner->cells[i].n_trials;
     free(in);
     free(out);
     free(wanted);

@@ -1,6 +1,7 @@
 /* choose.c - see choose.h. */
 #include "core/plan/choose.h"
 
+#include "core/base/mem.h"
 #include "core/format/format.h"
 #include "core/plan/tune_coll.h"
 
@@ -20,6 +21,20 @@ void sp_chooser_init(sp_chooser *c, int world_size, const sp_hosts *hosts)
 {
     *c = (sp_chooser){0};
     sp_cost_group_init(&c->group, world_size, hosts);
+}
+
+spccl_status sp_chooser_tune(sp_chooser *c)
+{
+    c->tuner = sp_calloc(1, sizeof *c->tuner);
+    return c->tuner != NULL ? SPCCL_OK : SP_FAIL(SPCCL_ERR_NOMEM, "tuner: %zu bytes", sizeof *c->tuner);
+}
+
+void sp_chooser_fini(sp_chooser *c)
+{
+    if (c == NULL)
+        return;
+    sp_free(c->tuner);
+    c->tuner = NULL;
 }
 
 /* The entry of a kind of call. If there is none: the one to replace, which is free or was used least recently. */
@@ -155,7 +170,7 @@ spccl_status sp_choose(sp_chooser *c, const sp_cost_call *call, uint8_t dtype, c
             return SP_FAIL(SPCCL_ERR_BUG, "call %u is planned when %u calls have ended", n, c->n_ended);
         learn(c, &c->ended[n % SP_CHOOSE_LAG]);
         if (c->ended[n % SP_CHOOSE_LAG].carrier != 0)
-            sp_tuner_learn(&c->tuner, c->ended[n % SP_CHOOSE_LAG].carrier - 1,
+            sp_tuner_learn(c->tuner, c->ended[n % SP_CHOOSE_LAG].carrier - 1,
                            c->ended[n % SP_CHOOSE_LAG].time_code);
     }
     e = find(c, call->coll, dtype, call->n_elems, &found);
@@ -252,7 +267,7 @@ static sp_tune_cell *cell_of(sp_chooser *c, const sp_choice *model, const sp_cos
     if (!model->measured || !(model->ns[model->schedule] > 0))
         return NULL;
     key.density_class = c->entry->density_class;
-    cell = sp_tuner_find(&c->tuner, &key, &is_new);
+    cell = sp_tuner_find(c->tuner, &key, &is_new);
     if (!sp_tuner_wants_arms(cell, &first))
         return cell;
     n = list_arms(c, model, call, most, arms);
@@ -266,7 +281,7 @@ static sp_tune_cell *cell_of(sp_chooser *c, const sp_choice *model, const sp_cos
 /* Does each rank's time of an earlier call travel in such a call? */
 static bool carries_times(const sp_chooser *c, const sp_cost_call *call)
 {
-    return c->tuner.on && c->group.world_size > 1 && call->n_elems != 0 &&
+    return c->tuner != NULL && c->group.world_size > 1 && call->n_elems != 0 &&
            (call->coll == SP_ALL_REDUCE || call->coll == SP_ALL_GATHER);
 }
 
@@ -288,9 +303,9 @@ spccl_status sp_choose_tuned(sp_chooser *c, const sp_cost_call *call, uint8_t dt
     *out = &c->now;
     if (carries_times(c, call)) {
         cell = cell_of(c, model, call, dtype, slice_elems_max);
-        c->now.carrier = c->tuner.n_carriers + 1;
+        c->now.carrier = c->tuner->n_carriers + 1;
         if (cell == NULL) {
-            sp_tuner_skip(&c->tuner);
+            sp_tuner_skip(c->tuner);
         } else {
             sp_tuned *t = &c->now.tuned;
             c->n_evaluated += cell->changed;
@@ -299,7 +314,7 @@ spccl_status sp_choose_tuned(sp_chooser *c, const sp_cost_call *call, uint8_t dt
                             .model = cell->arms[0].setting.schedule,
                             .n_trials = cell->n_trials,
                             .ratio = cell->ratio};
-            sp_setting s = cell->arms[sp_tuner_take(&c->tuner, cell, &t->is_trial)].setting;
+            sp_setting s = cell->arms[sp_tuner_take(c->tuner, cell, &t->is_trial)].setting;
             c->now.schedule = s.schedule;
             t->slice_elems = s.slice_elems;
         }
@@ -311,7 +326,7 @@ spccl_status sp_choose_tuned(sp_chooser *c, const sp_cost_call *call, uint8_t dt
 void sp_chooser_save(const sp_chooser *c, sp_profile *p)
 {
     for (int i = 0; i < SP_TUNER_CELLS; i++) {
-        const sp_tune_cell *cell = &c->tuner.cells[i];
+        const sp_tune_cell *cell = &c->tuner->cells[i];
         sp_profile_line line = kind_of(&c->group, &cell->key);
         if (!cell->used || cell->state != SP_TUNE_SETTLED || cell->n_arms < 2 || cell->from_profile)
             continue;

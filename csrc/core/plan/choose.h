@@ -69,7 +69,7 @@ typedef struct sp_chooser {
     sp_choose_entry *entry;           /* of the last planned call */
     sp_measured ended[SP_CHOOSE_LAG]; /* call n at n % SP_CHOOSE_LAG */
     sp_choose_entry entries[SP_CHOOSE_KEYS];
-    sp_tuner tuner;
+    sp_tuner *tuner;           /* owned; NULL: off. It has 49 KB, most groups do not tune */
     const sp_profile *profile; /* borrowed; NULL: none */
     sp_choice now;             /* of sp_choose_tuned */
     uint64_t choices_hash;     /* of what sp_choose_tuned chose in all calls */
@@ -78,11 +78,15 @@ typedef struct sp_chooser {
 /* What the choice compares: the expected time of a call, or 0 if the schedule does not have this collective. */
 double sp_expected_ns(const sp_cost_group *g, sp_schedule schedule, const sp_cost_call *call);
 void sp_chooser_init(sp_chooser *c, int world_size, const sp_hosts *hosts);
+/* Begin to tune. Errors: NOMEM. */
+spccl_status sp_chooser_tune(sp_chooser *c);
+/* NULL, all zero: allowed. */
+void sp_chooser_fini(sp_chooser *c);
 /* Plan the next call: take in what call n - SP_CHOOSE_LAG measured, and choose. The result is valid until the
  * next call of this function. Errors: BUG (call n - SP_CHOOSE_LAG has not ended). */
 spccl_status sp_choose(sp_chooser *c, const sp_cost_call *call, uint8_t dtype, const sp_choice **out);
 /* The same, corrected by the times of earlier calls: *out also has the slice size. slice_elems_max: the largest that
- * may be tried; 0: only the given one. Only if c->tuner.on. */
+ * may be tried; 0: only the given one. Only after sp_chooser_tune. */
 spccl_status sp_choose_tuned(sp_chooser *c, const sp_cost_call *call, uint8_t dtype, uint32_t slice_elems_max,
                              const sp_choice **out);
 /* Keep what was learnt in `p`, in place of what it had of the same kinds of calls. */

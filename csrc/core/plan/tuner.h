@@ -78,7 +78,6 @@ typedef struct sp_tune_flight {
 } sp_tune_flight;
 
 typedef struct sp_tuner {
-    bool on;
     uint32_t n_carriers;
     double all_ns, lost_ns; /* of all carriers; by trials */
     uint32_t n_settled;     /* kinds of calls, not from a profile */

@@ -210,7 +210,8 @@ static spccl_status create_comm(const spccl_store *store, const spccl_config *co
     SP_TRY_TO(fail, st,
               sp_exec_init(&comm->exec, &comm->links, comm->kernels,
                            (comm->tunes_slices ? 2 : 1) * comm->slice_bytes));
-    comm->exec.chooser->tuner.on = comm->tunes && comm->world_size > 1;
+    if (comm->tunes && comm->world_size > 1)
+        SP_TRY_TO(fail, st, sp_chooser_tune(comm->exec.chooser));
     comm->exec.chooser->profile = sp_profile_file_use(comm);
     SP_TRY_TO(fail, st, open_epoll(comm));
     *out = comm;

@@ -61,6 +61,7 @@ void sp_exec_fini(sp_exec *x)
     sp_free(x->n_sent);
     if (x->links != NULL) /* sp_exec_init was called */
         pthread_mutex_destroy(&x->choices_mu);
+    sp_chooser_fini(x->chooser);
     sp_free(x->chooser);
     sp_free(x->choices);
     *x = (sp_exec){0};
@@ -69,6 +70,7 @@ void sp_exec_fini(sp_exec *x)
 size_t sp_exec_memory_bytes(const sp_exec *x)
 {
     return 3 * x->slice_bytes_max + x->slice_elems_max / 64 * 9 + sizeof *x->chooser +
+           (x->chooser->tuner != NULL ? sizeof *x->chooser->tuner : 0) +
            SP_EXEC_CHOICES * sizeof *x->choices; /* 9: the codec's */
 }
 

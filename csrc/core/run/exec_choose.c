@@ -80,7 +80,7 @@ spccl_status sp_exec_choose(sp_exec *x, sp_op *op)
                          .format = SPCCL_FORMAT_AUTO}; /* not op->a.format: ranks may force different ones */
     uint32_t n_evaluated = x->chooser->n_evaluated;
     const sp_choice *choice;
-    if (x->chooser->tuner.on && !op->a.is_forced)
+    if (x->chooser->tuner != NULL && !op->a.is_forced)
         SP_TRY(sp_choose_tuned(x->chooser, &call, (uint8_t)op->a.dtype, (uint32_t)op->a.slice_elems_max,
                                &choice));
     else

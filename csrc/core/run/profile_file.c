@@ -161,11 +161,12 @@ static bool is_first_of_host(const spccl_comm *comm)
 
 void sp_profile_file_save(spccl_comm *comm)
 {
+    const sp_tuner *t = comm->exec.chooser->tuner;
     sp_profile_file *f = comm->profile;
     sp_profile now;
     bool exists;
     char *text;
-    if (f == NULL || !f->usable || f->others_differ || comm->exec.chooser->tuner.n_settled == 0 ||
+    if (f == NULL || !f->usable || f->others_differ || t == NULL || t->n_settled == 0 ||
         !is_first_of_host(comm) || sp_comm_broken(comm) != SPCCL_OK)
         return; /* ranks of a broken group may have ended different calls, and learnt different things */
     /* Other groups may have written it since. */
