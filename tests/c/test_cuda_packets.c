@@ -247,10 +247,11 @@ static void refusals_rank(struct rank_ctx *c)
 {
     const struct rank_buffer *m = &rank_buffers[c->rank];
     spccl_memory_channel channel;
-    spccl_channels *channels;
+    spccl_channels *channels, *second;
     uint32_t number = 0;
     if (!attach_gpu(c->comm, c->rank, 0) ||
-        (channels = make_channels(c, SPCCL_CHANNEL_MEMORY, 64, 1)) == NULL)
+        (channels = make_channels(c, SPCCL_CHANNEL_MEMORY, 64, 1)) == NULL ||
+        (second = make_channels(c, SPCCL_CHANNEL_MEMORY, 64, 1)) == NULL)
         return;
     want(SPCCL_ERR_ARG, spccl_channels_add_memory(NULL, m->spare_d, 64, &number), "channels is NULL");
     refuse(c, channels, (struct wrong_memory){1, NULL, 64}, SPCCL_ERR_ARG,
@@ -260,7 +261,9 @@ static void refusals_rank(struct rank_ctx *c)
     refuse(c, channels, (struct wrong_memory){1, m->spare_d, 40}, SPCCL_ERR_ARG,
            "bytes is 40, wanted a multiple of 16");
     refuse(c, channels, (struct wrong_memory){1, m->spare_d, 128}, SPCCL_ERR_MISMATCH,
-           "with 128 bytes, for memory 1 of a set; rank 0 with 64");
+           "with 128 bytes, for memory 1 of set 1; rank 0 with 64");
+    refuse(c, c->rank == 1 ? second : channels, (struct wrong_memory){-1, m->spare_d, 64}, SPCCL_ERR_MISMATCH,
+           "for memory 1 of set 2; rank 0 with 64, for memory 1 of set 1");
     refuse(c, channels, (struct wrong_memory){1, m->in, 64}, SPCCL_ERR_ARG, "is not memory of GPU");
     refuse(c, channels, (struct wrong_memory){-1, m->spare_d + CAP - 32, 64}, SPCCL_ERR_ARG,
            "the allocation has 32 bytes from there");
@@ -276,6 +279,7 @@ static void refusals_rank(struct rank_ctx *c)
     want(SPCCL_ERR_ARG, spccl_channels_get_memory_at(channels, 1 - c->rank, 0, 16, 0, &channel),
          "wanted 0 to 15");
     spccl_channels_destroy(channels);
+    spccl_channels_destroy(second);
     if (all_here(c->comm))
         check_works(c);
 }

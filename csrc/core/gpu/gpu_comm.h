@@ -51,7 +51,7 @@ typedef struct sp_gpu_comm {
     struct spccl_channels *channels; /* the sets of channels (channels.h) */
     struct spccl_channels *lists;    /* that of spccl_cuda_prune_all_reduce; NULL: not made yet */
     bool no_lists;                   /* it could not be made */
-    uint32_t n_channel_sets;         /* sets of port channels so far, the same on all ranks */
+    uint32_t n_channel_sets;         /* whose creation has begun on all ranks; the same on all ranks */
 
     /* used by gpu_watchdog.c */
     struct sp_gpu_comm *next;

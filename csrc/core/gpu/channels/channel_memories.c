@@ -8,15 +8,16 @@
 #include <stdio.h>
 
 #define CALL "spccl_channels_add_memory"
-#define MAGIC (0x4d435053u + SPCCL_CHANNEL_LAYOUT) /* "SPCM" */
+#define MAGIC (0x4e435053u + SPCCL_CHANNEL_LAYOUT) /* "SPCN" */
 
 /* What each rank tells the others. */
 struct facts {
     uint32_t magic, number; /* the memory's */
     uint64_t bytes;
     int32_t status; /* not SPCCL_OK: its call was wrong; `error` is the reason */
+    uint32_t set;   /* its number */
     uint8_t address[SP_GPU_SHARE_ADDRESS_BYTES];
-    char error[432];
+    char error[428];
 };
 _Static_assert(sizeof(struct facts) == 512, "no padding, and the same for every compiler");
 
@@ -82,12 +83,13 @@ static spccl_status compare(const struct addition *n)
         if (f->status != SPCCL_OK)
             return SP_FAIL((spccl_status)f->status, "rank %d: " CALL ": %.*s", r, (int)sizeof f->error - 1,
                            f->error);
-        if (f->bytes != first->bytes || f->number != first->number)
+        if (f->bytes != first->bytes || f->number != first->number || f->set != first->set)
             return SP_FAIL(SPCCL_ERR_MISMATCH,
                            "group \"%s\": rank %d called " CALL " with %" PRIu64
-                           " bytes, for memory %u of a set; rank 0 with %" PRIu64
-                           ", for memory %u: all ranks must give the same",
-                           comm->name, r, f->bytes, f->number, first->bytes, first->number);
+                           " bytes, for memory %u of set %u; rank 0 with %" PRIu64
+                           ", for memory %u of set %u: all ranks must give the same",
+                           comm->name, r, f->bytes, f->number, f->set, first->bytes, first->number,
+                           first->set);
     }
     return SPCCL_OK;
 }
@@ -144,6 +146,7 @@ spccl_status spccl_channels_add_memory(spccl_channels *c, void *memory, uint64_t
         return SP_FAIL(SPCCL_ERR_ARG, CALL ": channels is NULL");
     SP_TRY(sp_comm_check(c->g->comm, CALL));
     n.mine.number = c->n_memories;
+    n.mine.set = c->number;
     n.deadlines = sp_channels_find_deadlines(c->g->comm);
     st = run(&n, memory, number != NULL);
     if (st == SPCCL_OK) {

@@ -35,10 +35,9 @@ spccl_status sp_port_open(spccl_channels *c, const sp_channels_deadlines *d)
     const spccl_comm *comm = c->g->comm;
     size_t n = (size_t)(comm->world_size - 1) * c->n_per_peer;
     sp_port *port = sp_calloc(1, sizeof *port);
-    sp_endpoint_config ec = {.group_tag = UINT64_C(0x53504348414e4e00) + c->g->n_channel_sets,
+    sp_endpoint_config ec = {.group_tag = UINT64_C(0x53504348414e4e00) + c->number,
                              .queue_bytes = QUEUE_BYTES,
                              .deadline_ns = d->step_ns};
-    c->g->n_channel_sets++; /* after a failure too: the number is the same on all ranks */
     if (port == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: the proxy of a set of channels: %zu bytes", comm->rank,
                        sizeof *port);

@@ -253,6 +253,7 @@ static spccl_status run(struct creation *n, const spccl_channels_config *given, 
     SP_TRY(sp_comm_all_gather(comm, &n->mine, n->all, sizeof n->mine,
                               (sp_time_limit){.deadline_ns = n->deadlines.call_ns}, NULL));
     SP_TRY(compare(n));
+    n->c->number = ++n->g->n_channel_sets; /* whatever follows: all ranks are here */
     n->c->layout = find_layout(n->c, n->window != NULL);
     st = make_memory(n->c);
     if (st == SPCCL_OK && n->window != NULL)

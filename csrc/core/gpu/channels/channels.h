@@ -41,6 +41,7 @@ typedef struct sp_channels_memory {
 struct spccl_channels {
     sp_gpu_comm *g;
     struct spccl_channels *next; /* of the same communicator */
+    uint32_t number;             /* among the sets of the communicator, from 1; the same on all ranks */
     uint32_t kind, n_per_peer, n_triggers;
     bool for_lists; /* the library's own, of spccl_cuda_prune_all_reduce; guarded by channels_mu */
     sp_channels_layout layout;
