@@ -191,3 +191,18 @@ void sp_plan_destroy(sp_plan *plan)
 {
     sp_free(plan);
 }
+
+void sp_turn_pass(const sp_plan *plan, size_t slice_elems, int number, sp_turn *t)
+{
+    for (int wraps = 0; wraps < 2;) {
+        if (++t->step == plan->n_steps) {
+            t->step = -1;
+            t->block++;
+            wraps++;
+        } else if (plan->steps[t->step].turn == number &&
+                   (size_t)t->block * (size_t)plan->block_slices * slice_elems <
+                       plan->steps[t->step].n_elems) {
+            return;
+        }
+    }
+}

@@ -75,6 +75,12 @@ typedef struct sp_plan {
     int *ranks; /* the ranks of all steps */
 } sp_plan;
 
+/* Whose turn it is among the steps that share a number. */
+typedef struct sp_turn {
+    int step; /* index in the plan; -1: before the first sp_turn_pass, and when all are done */
+    uint32_t block;
+} sp_turn;
+
 /* The envelope before every frame says which message this is (docs/ALGORITHMS.md). Little-endian:
  *  0  u32  seq
  *  4  u8   coll
@@ -135,6 +141,15 @@ typedef struct sp_plan_args {
  * Errors: NOMEM, UNSUPPORTED (the schedule does not have this collective). */
 spccl_status sp_plan_create(sp_schedule schedule, const sp_plan_args *args, sp_plan **out);
 void sp_plan_destroy(sp_plan *plan);
+/* Pass a turn on to the next step that has slices in the block; after the last step, the next block begins. */
+void sp_turn_pass(const sp_plan *plan, size_t slice_elems, int number, sp_turn *t);
+/* Is it the turn of slice k of a step? turns: [n_turns] of the plan. */
+static inline bool sp_turn_is(const sp_plan *plan, const sp_turn *turns, int step, uint32_t k)
+{
+    int number = plan->steps[step].turn;
+    return number == SP_NO_TURN ||
+           (turns[number].step == step && turns[number].block == k / (uint32_t)plan->block_slices);
+}
 
 /* True if a step of this plan receives the part from that rank on that queue. If the oldest message of a queue
  * holds another part than a step wants, and another step takes it, then the first step has to wait. */

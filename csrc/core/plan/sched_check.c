@@ -22,10 +22,6 @@ typedef struct queue {
     int n;
 } queue;
 
-typedef struct turn {
-    int step, block;
-} turn;
-
 typedef struct kept_slice {
     int n_readers, writer;
     message m;
@@ -43,7 +39,7 @@ typedef struct check {
     int *n_open;        /* [rank] */
     uint32_t *done;     /* [rank][step]: when the step did slice 0 */
     int *hops;          /* [rank][step]: messages before what the step made */
-    turn *turns;        /* [rank][turn] */
+    sp_turn *turns;     /* [rank][turn] */
     kept_slice *kept;   /* [rank][kept buffer] */
     bool *dirty;        /* [rank]: a step of the rank may be ready */
     int *results;       /* [chunk]: value of the output + 1; 0: not known yet */
@@ -79,27 +75,14 @@ static kept_slice *kept_at(const check *c, int rank, int slot, int k)
     return &c->kept[rank * c->kept_cap + slot * block + k % block];
 }
 
-/* Pass the turn on to the next step with slices in the block. */
-static void pass_turn(const check *c, int rank, int number)
+static sp_turn *turns_of(const check *c, int rank)
 {
-    const sp_plan *plan = c->plans[rank];
-    turn *t = &c->turns[rank * c->turns_cap + number];
-    for (int wraps = 0; wraps < 2;) {
-        if (++t->step == plan->n_steps) {
-            t->step = -1;
-            t->block++;
-            wraps++;
-        } else if (plan->steps[t->step].turn == number &&
-                   t->block * plan->block_slices < slices_of(c, rank, &plan->steps[t->step])) {
-            return;
-        }
-    }
+    return &c->turns[rank * c->turns_cap];
 }
 
-static bool is_turn_of(const check *c, int rank, const sp_step *s, int k)
+static void pass_turn(const check *c, int rank, int number)
 {
-    const turn *t = &c->turns[rank * c->turns_cap + s->turn];
-    return t->step == (int)(s - c->plans[rank]->steps) && t->block == k / c->plans[rank]->block_slices;
+    sp_turn_pass(c->plans[rank], c->slice_elems, number, &turns_of(c, rank)[number]);
 }
 
 static queue *queue_of(const check *c, int from, int to, int queue_number)
@@ -117,7 +100,7 @@ static bool slice_ready(const check *c, int rank, const sp_step *s, int k)
         if (done <= k && done < slices_of(c, rank, &plan->steps[s->after]))
             return false;
     }
-    if ((s->turn != SP_NO_TURN && !is_turn_of(c, rank, s, k)) ||
+    if (!sp_turn_is(plan, turns_of(c, rank), (int)(s - plan->steps), (uint32_t)k) ||
         (s->keeps && kept_at(c, rank, s->keep_slot, k)->n_readers != 0))
         return false;
     for (int i = 0; i < s->n_from; i++) {
@@ -326,8 +309,8 @@ static spccl_status run_rank(check *c, int r)
             open[c->n_open[r]++] = open[i];
     }
     for (int i = 0; i < plan->n_turns; i++) {
-        int step = c->turns[r * c->turns_cap + i].step;
-        if (step >= 0 && step < plan->n_steps)
+        int step = turns_of(c, r)[i].step;
+        if (step >= 0)
             SP_TRY(run_step(c, r, step));
     }
     return SPCCL_OK;
@@ -366,7 +349,7 @@ static spccl_status run_all(check *c)
             if (c->plans[r]->steps[i].turn == SP_NO_TURN)
                 c->open[r * c->steps_cap + c->n_open[r]++] = i;
         for (int i = 0; i < c->plans[r]->n_turns; i++) {
-            c->turns[r * c->turns_cap + i].step = -1;
+            turns_of(c, r)[i].step = -1;
             pass_turn(c, r, i);
         }
     }

@@ -70,12 +70,6 @@ typedef struct sp_call {
     uint64_t n_elems;
 } sp_call;
 
-/* Whose turn it is among the steps that share a number (sched.h). */
-typedef struct sp_turn {
-    int step; /* index in the plan; n_steps: all are done */
-    uint32_t block;
-} sp_turn;
-
 /* A kept buffer: it holds a slice that one step keeps and later ones send or add. */
 typedef struct sp_kept {
     uint8_t *data; /* a sum in the accumulator's dtype, or a message */

@@ -9,27 +9,6 @@ static bool has_slice(const sp_op *op, int step_idx, uint32_t k)
     return (size_t)k * op->a.slice_elems < op->plan->steps[step_idx].n_elems;
 }
 
-/* Pass the turn on to the next step that has slices in the block; after the last step, the next block begins. */
-static void pass_turn(const sp_op *op, int turn, sp_turn *t)
-{
-    const sp_plan *plan = op->plan;
-    bool any = true; /* some step has slices in this block or a later one */
-    for (;;) {
-        if (++t->step == plan->n_steps) {
-            if (!any)
-                return;
-            any = false;
-            t->step = -1;
-            t->block++;
-            continue;
-        }
-        if (plan->steps[t->step].turn != turn)
-            continue;
-        if (has_slice(op, t->step, t->block * (uint32_t)plan->block_slices))
-            return;
-    }
-}
-
 /* Number of density records to allocate: one for each slice of the longest step that has a threshold. */
 static size_t n_density_records(const sp_op *op)
 {
@@ -82,7 +61,7 @@ spccl_status sp_op_order_init(sp_op *op)
         op->kept[i] = (sp_kept){.data = p + table_bytes + i * op->kept_bytes};
     for (int i = 0; i < plan->n_turns; i++) {
         op->turns[i].step = -1;
-        pass_turn(op, i, &op->turns[i]);
+        sp_turn_pass(plan, op->a.slice_elems, i, &op->turns[i]);
     }
     return SPCCL_OK;
 }
@@ -97,11 +76,8 @@ bool sp_step_is_due(const sp_op *op, int step_idx)
 {
     const sp_step *s = &op->plan->steps[step_idx];
     uint32_t k = op->next_slice[step_idx];
-    if (s->turn != SP_NO_TURN) {
-        const sp_turn *t = &op->turns[s->turn];
-        if (t->step != step_idx || t->block != k / (uint32_t)op->plan->block_slices)
-            return false;
-    }
+    if (!sp_turn_is(op->plan, op->turns, step_idx, k))
+        return false;
     if (s->after >= 0 && op->next_slice[s->after] <= k && has_slice(op, s->after, op->next_slice[s->after]))
         return false;
     return !s->keeps || sp_op_kept(op, s->keep_slot, k)->n_readers == 0;
@@ -112,5 +88,5 @@ void sp_op_slice_done(sp_op *op, int step_idx)
     const sp_step *s = &op->plan->steps[step_idx];
     uint32_t k = op->next_slice[step_idx];
     if (s->turn != SP_NO_TURN && (k % (uint32_t)op->plan->block_slices == 0 || !has_slice(op, step_idx, k)))
-        pass_turn(op, s->turn, &op->turns[s->turn]);
+        sp_turn_pass(op->plan, op->a.slice_elems, s->turn, &op->turns[s->turn]);
 }

@@ -56,11 +56,6 @@ typedef struct sim_kept {
     int waiters;
 } sim_kept;
 
-typedef struct sim_turn {
-    int step;
-    uint32_t block;
-} sim_turn;
-
 typedef enum sim_state { SIM_IDLE, SIM_WAKING, SIM_READY, SIM_RUNNING } sim_state;
 
 typedef struct sim_rank {
@@ -70,7 +65,7 @@ typedef struct sim_rank {
     sim_step *steps;
     int *todo; /* ring of n_steps: steps that may be ready */
     int n_todo, todo_at;
-    sim_turn *turns;
+    sp_turn *turns;
     sim_kept *kept;
     sp_densities *densities;
     uint64_t *keys; /* table of the steps that receive: queue, sender, part; key + 1, 0 is free */

@@ -96,30 +96,18 @@ static void wait_in(sim_rank *r, int step, int *first)
     *first = step;
 }
 
-/* As in exec_turns.c. */
 static void pass_turn(sim *x, sim_rank *r, int number)
 {
-    sim_turn *t = &r->turns[number];
-    const sp_plan *plan = r->plan;
-    for (int wraps = 0; wraps < 2;) {
-        if (++t->step == plan->n_steps) {
-            t->step = -1;
-            t->block++;
-            wraps++;
-        } else if (plan->steps[t->step].turn == number &&
-                   t->block * (uint32_t)plan->block_slices < sim_slices(x, &plan->steps[t->step])) {
-            list_step(x, r, t->step);
-            return;
-        }
-    }
+    sp_turn_pass(r->plan, x->slice_elems, number, &r->turns[number]);
+    if (r->turns[number].step >= 0)
+        list_step(x, r, r->turns[number].step);
 }
 
 static bool is_due(sim *x, sim_rank *r, int step)
 {
     const sp_step *s = &r->plan->steps[step];
     uint32_t k = r->steps[step].next_slice;
-    if (s->turn != SP_NO_TURN &&
-        (r->turns[s->turn].step != step || r->turns[s->turn].block != k / (uint32_t)r->plan->block_slices))
+    if (!sp_turn_is(r->plan, r->turns, step, k))
         return false;
     if (s->after >= 0 && r->steps[s->after].next_slice <= k &&
         r->steps[s->after].next_slice < sim_slices(x, &r->plan->steps[s->after]))
