@@ -2,18 +2,14 @@
  *
  *     spccl_bench_delta             SPCCL_DEBUG_CPU_ISA picks the kernel set
  *
- * 32 Mi elements; uniform places; changed weights take a neighbouring value. Medians of 7. Rates in GB/s (1e9 bytes): of
+ * 32 Mi elements; uniform places; changed weights take a neighbouring value. Medians of 9. Rates in GB/s (1e9 bytes): of
  * encode and checksum what is read of the arrays; of check and apply the bytes of the weights, of which only the changed
  * ones are touched. The last column is the rate over that of the read. */
-#include "core/base/clock.h"
-#include "spccl.h"
+#include "bench_host.h"
 
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #define N ((size_t)32 << 20)
-#define ROUNDS 7
 
 static struct arrays {
     float *masters;     /* [N] */
@@ -28,35 +24,6 @@ static struct arrays {
     spccl_delta_target target;
 } a;
 static uint64_t sink;
-
-static int by_value(const void *x, const void *y)
-{
-    double p = *(const double *)x, q = *(const double *)y;
-    return (p > q) - (p < q);
-}
-
-static void ok(spccl_status st)
-{
-    if (st != SPCCL_OK)
-        exit((fprintf(stderr, "%s\n", spccl_last_error()), 1));
-}
-
-/* Returns GB/s. */
-static double measure(const char *name, double bytes, double read, void (*run)(void))
-{
-    double t[ROUNDS], rate;
-    for (int i = -2; i < ROUNDS; i++) {
-        int64_t start = sp_now_ns();
-        run();
-        if (i >= 0)
-            t[i] = (double)(sp_now_ns() - start);
-    }
-    qsort(t, ROUNDS, sizeof *t, by_value);
-    rate = bytes / t[ROUNDS / 2];
-    printf("  %-26s %8.2f ms  %7.2f GB/s", name, t[ROUNDS / 2] / 1e6, rate);
-    printf(read > 0 ? "  %5.2f of read\n" : "\n", rate / read);
-    return rate;
-}
 
 static void read_one(const void *p, size_t bytes)
 {

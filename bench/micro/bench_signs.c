@@ -4,19 +4,17 @@
  *
  * 16 Mi float32 in segments of 1 Mi; medians of 9. Bytes moved: what is read and what is written, each once. Rates in
  * GB/s (1e9 bytes); the last column is the rate over that of the read. */
-#include "core/base/clock.h"
+#include "bench_host.h"
+
 #include "core/base/mem.h"
 #include "spccl_experimental.h"
 
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #define N ((size_t)16 << 20)
 #define N_CHUNKS (N / SPCCL_SIGNS_CHUNK)
 #define N_SEGMENTS 16u
 #define MOST_PARTS 16u
-#define ROUNDS 9
 
 static struct arrays {
     float *own, *shared;
@@ -25,35 +23,6 @@ static struct arrays {
     uint32_t n_parts;
 } a;
 static uint64_t sink;
-
-static int by_value(const void *x, const void *y)
-{
-    double p = *(const double *)x, q = *(const double *)y;
-    return (p > q) - (p < q);
-}
-
-static void ok(spccl_status st)
-{
-    if (st != SPCCL_OK)
-        exit((fprintf(stderr, "%s\n", spccl_last_error()), 1));
-}
-
-/* Returns GB/s. */
-static double measure(const char *name, double bytes, double read, void (*run)(void))
-{
-    double t[ROUNDS], rate;
-    for (int i = -2; i < ROUNDS; i++) {
-        int64_t start = sp_now_ns();
-        run();
-        if (i >= 0)
-            t[i] = (double)(sp_now_ns() - start);
-    }
-    qsort(t, ROUNDS, sizeof *t, by_value);
-    rate = bytes / t[ROUNDS / 2];
-    printf("%-22s %7.2f ms  %6.2f GB/s", name, t[ROUNDS / 2] / 1e6, rate);
-    printf(read > 0 ? "  %5.2f of read\n" : "\n", rate / read);
-    return rate;
-}
 
 static void read_weights(void)
 {
