@@ -145,6 +145,14 @@ static const struct {
      "rank 0\nsend chunk=0 src=in to=1@input\nrank 1\nrecv chunk=0 from=0@input out to=2@result\n"
      "rank 2\nrecv chunk=0 from=1@result out to=3@result\nrank 3\nrecv chunk=0 from=2@result out\nend\n",
      "rank 2, step 0: it takes chunk 0 from rank 1; on GPUs rank 3 sends it"},
+    {"spccl-plan 1\nplan broadcast relays ranks=6 hosts=2x3 chunks=1 root=0\nrank 0\nsend chunk=0 src=in "
+     "to=3@input\n"
+     "rank 1\nrecv chunk=0 from=3@result out to=2@result\nrank 2\nrecv chunk=0 from=1@result out\n"
+     "rank 3\nrecv chunk=0 from=0@input out to=1,4,5@result\nrank 4\nrecv chunk=0 from=3@result out\n"
+     "rank 5\nrecv chunk=0 from=3@result out\nend\n",
+     "rank 1, step 0: it takes chunk 0 from rank 3; on GPUs rank 0 relays it, although it is the root: it "
+     "has "
+     "the place of the chunk's owner, rank 3"},
     {PAIRS, ""},
     /* Rank 1 owns both chunks. */
     {PLAN("send chunk=0 src=in to=1@input turn=0\nrecv chunk=0 from=1@result out turn=0\n"

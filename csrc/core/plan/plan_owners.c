@@ -116,6 +116,13 @@ static int sender_of(const finder *f, int rank, int chunk)
 static bool takes_result(const finder *f, int rank, const sp_step *s)
 {
     int from = f->plans[rank]->ranks[s->from], wanted = sender_of(f, rank, s->chunk);
+    /* The CPUs' relayed broadcast takes another relay there, as the root has the data. */
+    if (from != wanted && f->hosts != NULL && wanted == f->head->root && wanted != f->out->of[s->chunk])
+        return differs(
+            f, rank, s,
+            "it takes chunk %d from rank %d; on GPUs rank %d relays it, although it is the root: it has "
+            "the place of the chunk's owner, rank %d",
+            s->chunk, from, wanted, f->out->of[s->chunk]);
     return from == wanted || differs(f, rank, s, "it takes chunk %d from rank %d; on GPUs rank %d sends it",
                                      s->chunk, from, wanted);
 }
