@@ -121,6 +121,8 @@ typedef struct spccl_plan_info {
     uint64_t line;       /* of the plan in the text */
     uint64_t hash;       /* of the text: ranks of a group compare it */
     char no_gpus[200];   /* "": the GPU kernels run it; else which step they cannot do */
+    /* How they send results: "none", "direct", "relayed". A group with a plan of its file that relays runs no direct one */
+    char gpu_results[16];
 } spccl_plan_info;
 /* Check the i-th plan of a text, as a group that loads it does. Errors: SETTING (the text of the error names plan, rank,
  * step and reason), ARG (no i-th plan), NOMEM. */

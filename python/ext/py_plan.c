@@ -18,12 +18,12 @@ PyObject *ext_plan_check(PyObject *module, PyObject *args)
     if (st != SPCCL_OK)
         return ext_raise(PyModule_GetState(module), st);
     return Py_BuildValue(
-        "{s:s,s:s,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:K,s:K,s:K,s:s}", "name", info.name, "collective",
-        info.collective, "n_ranks", info.n_ranks, "n_hosts", info.n_hosts, "root", info.root, "n_chunks",
-        info.n_chunks, "rank_order", info.rank_order, "sends_sums", info.sends_sums, "n_steps", info.n_steps,
-        "n_hops", info.n_hops, "kept_slices", info.kept_slices, "chunks_sent", info.chunks_sent, "n_messages",
-        (unsigned long long)info.n_messages, "line", (unsigned long long)info.line, "hash",
-        (unsigned long long)info.hash, "no_gpus", info.no_gpus);
+        "{s:s,s:s,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:K,s:K,s:K,s:s,s:s}", "name", info.name,
+        "collective", info.collective, "n_ranks", info.n_ranks, "n_hosts", info.n_hosts, "root", info.root,
+        "n_chunks", info.n_chunks, "rank_order", info.rank_order, "sends_sums", info.sends_sums, "n_steps",
+        info.n_steps, "n_hops", info.n_hops, "kept_slices", info.kept_slices, "chunks_sent", info.chunks_sent,
+        "n_messages", (unsigned long long)info.n_messages, "line", (unsigned long long)info.line, "hash",
+        (unsigned long long)info.hash, "no_gpus", info.no_gpus, "gpu_results", info.gpu_results);
 }
 
 static PyObject *formats_of(const double *bytes)

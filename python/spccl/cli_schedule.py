@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,20 @@ def _bytes_of(p: dict[str, Any], text: str, i: int, call: sim.Call) -> str:
     return f"{predicted.rank_bytes / 1e6:.4g} MB"
 
 
+def _refused_beside(plans: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """By index: plans that GPUs run, but not in a group with the other plan given here, which relays results."""
+    found: dict[int, dict[str, Any]] = {}
+    for i, p in enumerate(plans):
+        for other in plans:
+            if (p["gpu_results"], other["gpu_results"]) != ("direct", "relayed") or p["n_ranks"] != other["n_ranks"]:
+                continue
+            same_call = [q for q in plans if all(q[key] == p[key] for key in ("collective", "root", "n_ranks"))]
+            used = p if p["n_hosts"] else next((q for q in same_call if q["n_hosts"] == other["n_hosts"]), p)
+            if used is p and p["n_hosts"] in (0, other["n_hosts"]):
+                found.setdefault(i, other)
+    return found
+
+
 @schedule_group.command("check")
 @_source
 @_ranks
@@ -153,6 +168,7 @@ def check_command(source: Path, ranks: Topologies | None, hosts: Topologies | No
     titles = ("plan", "collective", "ranks", "hosts", "root", "adds in", "steps", "hops", "sends", "bytes", "keeps")
     for title in (*titles, "GPUs"):
         table.add_column(title, justify="left" if title in ("plan", "collective", "adds in") else "right")
+    refused = _refused_beside(plans)
     for i, p in enumerate(plans):
         whole = p["n_chunks"] * (p["n_ranks"] if p["collective"] in ("all_gather", "reduce_scatter") else 1)
         order = "-" if p["collective"] in ("all_gather", "broadcast") else "rank order"
@@ -170,7 +186,7 @@ def check_command(source: Path, ranks: Topologies | None, hosts: Topologies | No
             f"{p['chunks_sent'] / whole:.3g} N",
             _bytes_of(p, text, i, sim.Call(p["collective"], size, density=1 - sparsity)),
             f"{p['kept_slices'] * _KEPT_KIB} KiB",
-            "no" if p["no_gpus"] else "yes",
+            "no" if p["no_gpus"] else f"not on {refused[i]['n_hosts']} hosts" if i in refused else "yes",
         )
     Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table)
     click.echo(
@@ -178,10 +194,17 @@ def check_command(source: Path, ranks: Topologies | None, hosts: Topologies | No
         f"most; N: bytes of the whole array. bytes: what that rank sends of {size} bytes, {100 * sparsity:g}% zeros.\n"
         "keeps: memory of a rank for one call of float32."
     )
-    for p in plans:
+    for i, p in enumerate(plans):
+        root = f", root {p['root']}" if p["root"] >= 0 else ""
+        about = f"{p['name']} ({p['collective']}), {p['n_ranks']} ranks{root}"
         if p["no_gpus"]:
-            root = f", root {p['root']}" if p["root"] >= 0 else ""
-            click.echo(f"not on GPUs: {p['name']} ({p['collective']}), {p['n_ranks']} ranks{root}: {p['no_gpus']}")
+            click.echo(f"not on GPUs: {about}: {p['no_gpus']}")
+        elif i in refused:
+            other = refused[i]
+            click.echo(
+                f"not on GPUs of {other['n_hosts']} hosts: {about}: owners send results directly; "
+                f"{other['name']} ({other['collective']}) relays them, and GPUs of a group do one or the other"
+            )
     click.echo(f"{len(plans)} plan(s) right, for every rank")
 
 

@@ -26,7 +26,7 @@ ENDS_WITH(spccl_info_entry, why);
 ENDS_WITH(spccl_prune_options, sent_dtype);
 ENDS_WITH(spccl_weights_options, levels);
 ENDS_WITH(spccl_signs_sum_options, device);
-ENDS_WITH(spccl_plan_info, no_gpus);
+ENDS_WITH(spccl_plan_info, gpu_results);
 ENDS_WITH(spccl_simulate_options, wake_ns);
 ENDS_WITH(spccl_simulated, format_bytes);
 ENDS_WITH(spccl_channels_config, window);
@@ -46,7 +46,7 @@ _Static_assert(sizeof(spccl_info_entry) == 40, "0.2");
 _Static_assert(sizeof(spccl_prune_options) == 136, "0.2");
 _Static_assert(sizeof(spccl_weights_options) == 56, "0.2");
 _Static_assert(sizeof(spccl_signs_sum_options) == 56, "0.2");
-_Static_assert(sizeof(spccl_plan_info) == 312, "0.2");
+_Static_assert(sizeof(spccl_plan_info) == 328, "0.2");
 _Static_assert(sizeof(spccl_simulate_options) == 200 && sizeof(spccl_simulated) == 248, "0.2");
 _Static_assert(sizeof(spccl_channels_config) == 40, "0.2");
 /* What kernels of users read: another size or place needs another SPCCL_CHANNEL_LAYOUT. */

@@ -305,6 +305,24 @@ def test_check_names_rank_step_and_reason(tmp_path):
     assert done.exit_code == 1 and "version 2, this spccl reads 1" in done.output, done.output
 
 
+def test_check_says_which_plans_gpus_refuse_beside_others(tmp_path):
+    """In a group of 2x2 the GPUs relay, for two_step, so they refuse a direct plan. Not refused are a plan that another
+    one replaces there, and one for another number of ranks."""
+    pairs, gather = (
+        schedule.compile_file(next(p for p in EXAMPLES if p.stem == name), shapes)
+        for name, shapes in (("all_pairs", [(2, None), (4, None)]), ("two_step_gather", [(4, None), (4, 2)]))
+    )
+    path = tmp_path / "both.plan"
+    path.write_text(pairs.removesuffix("end\n") + gather.partition("\n")[2])
+    done = CliRunner().invoke(main, ["schedule", "check", str(path)])
+    refused = [line for line in done.output.splitlines() if line.startswith("not on GPUs")]
+    assert done.exit_code == 0 and refused == [
+        "not on GPUs of 2 hosts: all_pairs (all_reduce), 4 ranks: owners send results directly; "
+        "two_step (all_gather) relays them, and GPUs of a group do one or the other"
+    ], done.output
+    assert done.output.count("not on 2 hosts") == 1, done.output
+
+
 def test_show_has_every_step():
     text = schedule.compile_file(next(p for p in EXAMPLES if p.stem == "hierarchical"), [(8, 2)])
     (plan,) = parse(text)

@@ -4,11 +4,14 @@
 #include "core/plan/plan_file.h"
 #include "spccl_experimental.h"
 
+#include <stdio.h>
 #include <string.h>
 
 /* Say what GPUs cannot do of a plan that is right. */
 static spccl_status look_for_gpus(const sp_plan_head *h, sp_plan *const *plans, spccl_plan_info *info)
 {
+    static const char *const results[] = {
+        [SP_RESULTS_NONE] = "none", [SP_RESULTS_DIRECT] = "direct", [SP_RESULTS_RELAYED] = "relayed"};
     int host_of[SP_PLAN_RANKS_MAX];
     sp_hosts *hosts = NULL;
     sp_owners owners;
@@ -19,6 +22,8 @@ static spccl_status look_for_gpus(const sp_plan_head *h, sp_plan *const *plans, 
     sp_free(hosts);
     _Static_assert(sizeof info->no_gpus == sizeof owners.why_not, "the same text");
     memcpy(info->no_gpus, owners.why_not, sizeof owners.why_not);
+    if (owners.why_not[0] == '\0')
+        snprintf(info->gpu_results, sizeof info->gpu_results, "%s", results[owners.results]);
     return SPCCL_OK;
 }
 
