@@ -5,8 +5,7 @@
 #include "records.h"
 
 #define CAP_BYTES ((size_t)4 << 20)
-#define MOST_TARGETS 6
-#define MOST_PLACES 4
+enum { MOST_TARGETS = 6, MOST_PLACES = 4 };
 #define MOST_BOX_BYTES (CAP_BYTES / (MOST_TARGETS * MOST_PLACES + 8))
 #define KEY UINT64_C(0xfedcba9876543211)
 
@@ -80,7 +79,7 @@ static void clear(void)
     memset(g.old.host, POISON, CAP_BYTES);
 }
 
-/* A box of a tensor of `n` elements, at least 1, in rows of any length, with memory of its own. */
+/* A box of a tensor of n > 0 elements, in rows of any length, with memory of its own. */
 static spccl_delta_place any_box(uint64_t n, size_t e)
 {
     uint64_t row = 1 + next_rand(&rng) % (n < 300 || next_rand(&rng) % 2 ? n : 300), rows = n / row + 1;
