@@ -23,6 +23,7 @@ from .manifest import MASK, File, Manifest, Part
 
 Frame = tuple[torch.Tensor, int]  # what has it, and from which byte on
 Boxes = Sequence[Sequence[Box]]  # of each tensor
+Needed = Sequence[tuple[Part, Box]]
 Files = Mapping[tuple[int, str], _blob.Blob]  # of each version and name, verified
 
 
@@ -127,18 +128,19 @@ class Change:
             box.sum = (box.sum + sign * change) & MASK
 
 
-def read_change(source: Source, step: Step, boxes: Boxes) -> Change:
+def read_change(source: Source, step: Step, wanted: Needed) -> Change:
     """The frames of a version that a receiver needs."""
     frames: dict[Part, Frame] = {}
     for place, file in enumerate(step.manifest.delta):
-        frames.update(_frames_of_file(source.load(step.version, file), step, boxes, place))
-    return change_of(step, boxes, frames)
+        frames.update(_frames_of_file(source.load(step.version, file), step, wanted, place))
+    return change_of(step, wanted, frames)
 
 
-def _frames_of_file(blob: _blob.Blob, step: Step, boxes: Boxes, place: int) -> dict[Part, Frame]:
+def _frames_of_file(blob: _blob.Blob, step: Step, wanted: Needed, place: int) -> dict[Part, Frame]:
     """The frames of a file that a receiver needs, on its device."""
-    whole, device = read_frames(blob, step, place), _device(boxes)
-    mine = dict.fromkeys(part for part, _ in _needed(step, boxes) if part.file == place)
+    whole = read_frames(blob, step, place)
+    device = wanted[0][1].place.dst.device if wanted else whole.device
+    mine = dict.fromkeys([part for part, _ in wanted if part.file == place])
     if sum(part.bytes for part in mine) < whole.numel() // 2:
         return _compact(whole, mine, device)
     whole = whole.to(device)
@@ -163,20 +165,23 @@ def frames_of(frames: torch.Tensor, manifest: Manifest) -> dict[Part, Frame]:
     return {part: (frames, part.offset) for entry in manifest.tensors for part in entry.parts}
 
 
-def _needed(step: Step, boxes: Boxes) -> Iterator[tuple[Part, Box]]:
+def needed(step: Step, boxes: Boxes) -> Needed:
     """The parts of a version that may have elements at a receiver's places, with these."""
-    for entry, places in zip(step.manifest.tensors, boxes, strict=True):
-        for part in entry.parts if places else ():
-            for box in places:
-                if box.n_within(part.first, part.n_elems):
-                    yield part, box
+    return [
+        (part, box)
+        for entry, places in zip(step.manifest.tensors, boxes, strict=True)
+        if places
+        for part in entry.parts
+        for box in places
+        if box.is_whole or box.n_within(part.first, part.n_elems)
+    ]
 
 
-def change_of(step: Step, boxes: Boxes, frames: Mapping[Part, Frame]) -> Change:
+def change_of(step: Step, wanted: Needed, frames: Mapping[Part, Frame]) -> Change:
     """A version's change. Args: frames: those that are here; the change is of these. Their headers have the manifest's
     numbers of changes, as `read_frames` found."""
     parts, targets, old_bytes = [], [], 0
-    for part, box in _needed(step, boxes):
+    for part, box in wanted:
         if part in frames:
             whole, start = frames[part]
             dtype = box.place.dst.dtype
@@ -230,11 +235,10 @@ def close_files(files: Files) -> None:
         blob.close()
 
 
-def staged_bytes(route: Sequence[Step], boxes: Boxes) -> int:
-    """Bytes that the frames of a route and the old values take at a receiver."""
-    needed = [(part, box) for step in route for part, box in _needed(step, boxes)]
-    old = sum(part.nnz * box.place.dst.itemsize for part, box in needed)
-    return old + sum(part.bytes for part in dict.fromkeys(part for part, _ in needed))
+def staged_bytes(wanted: Sequence[Needed]) -> int:
+    """Bytes that the frames of a route's steps and the old values take at a receiver."""
+    old = sum([part.nnz * box.place.dst.itemsize for found in wanted for part, box in found])
+    return old + sum([part.bytes for found in wanted for part in dict.fromkeys([part for part, _ in found])])
 
 
 def commit_small(changes: Sequence[Change], begun: list[Change]) -> None:
@@ -266,9 +270,10 @@ def commit_large(files: Files, route: Sequence[Step], boxes: Boxes) -> None:
             for file in step.manifest.anchor:
                 write_anchor(files[step.version, file.name], step, file, boxes)
             continue
+        wanted = needed(step, boxes)
         for place, file in enumerate(step.manifest.delta):
-            frames = _frames_of_file(files[step.version, file.name], step, boxes, place)
-            change = change_of(step, boxes, frames)
+            frames = _frames_of_file(files[step.version, file.name], step, wanted, place)
+            change = change_of(step, wanted, frames)
             change.check(keep_old=False)
             change.apply()
             change.count()

@@ -109,9 +109,16 @@ class Model:
         self._memory: list[tuple[object, ...]] = []
         self._found: list[Named] = []
 
+    def _all(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return _of_model(self._given) if isinstance(self._given, torch.nn.Module) else self._given
+
+    def device(self) -> torch.device:
+        """That of the first tensor."""
+        return next((x.device for _, x in self._all()), torch.device("cpu"))
+
     def named(self) -> list[Named]:
         """The same list as before, if all are the same objects in the same memory. Raises: as `named_tensors`."""
-        pairs = list(_of_model(self._given)) if isinstance(self._given, torch.nn.Module) else self._given
+        pairs = list(self._all())
         if (
             not self._found
             or len(pairs) != len(self._pairs)

@@ -179,20 +179,20 @@ def _pack_targets(
     device = _device_of(targets)
     key = key or 0
     packed, places = bytearray(), bytearray()
-    whole, address, size = None, 0, 0  # the tensor of the frame before, which often has this one too
+    whole, address, size, known, number = None, 0, 0, None, 0  # frame and dtype before, which often are these too
     for i, (frame, n_elems, dtype, at, first, start, n_bytes) in enumerate(targets):
-        what = f"{call}: targets[{i}]"
         if frame is not whole:
-            _pack.as_bytes(frame, f"{what}.frame", device)
+            _pack.as_bytes(frame, f"{call}: targets[{i}].frame", device)
             whole, address, size = frame, frame.data_ptr(), frame.numel()
+        if dtype is not known:
+            known, number = dtype, _pack.number(dtype, f"{call}: targets[{i}]")
         n_bytes = size - start if n_bytes is None else n_bytes
         if not 0 <= start <= start + n_bytes <= size:
-            raise _pack.bad(f"{what}: {n_bytes} bytes at {start} of {size}")
-        number = _pack.number(dtype, what)
+            raise _pack.bad(f"{call}: targets[{i}]: {n_bytes} bytes at {start} of {size}")
         for p, place in enumerate(at):
-            places += _pack.pack_place(place, dtype, f"{what}.places[{p}]", device)
+            places += _pack.pack_place(place, dtype, f"{call}: targets[{i}].places[{p}]", device)
         if not 0 <= n_elems <= _pack.MASK:
-            raise _pack.bad(f"{what}: n_elems {n_elems}")
+            raise _pack.bad(f"{call}: targets[{i}]: n_elems {n_elems}")
         packed += _pack.TARGET.pack(
             address + start, n_bytes, n_elems, first & _pack.MASK, 0, len(at), key & _pack.MASK, number, 0
         )

@@ -373,10 +373,8 @@ class GroupSubscriber(Subscriber):
     def _device(self) -> torch.device:
         """That of the tensors."""
         if self._plan is not None:
-            found = (place.dst.device for places in self._plan.values() for place in places)
-        else:
-            found = (one.tensor.device for one in self._named())
-        return next(found, torch.device("cpu"))
+            return next((p.dst.device for found in self._plan.values() for p in found), torch.device("cpu"))
+        return self._model.device()
 
     def _receive(self, number: int, n_head: object, device: torch.device) -> Received:
         group, error = self._group, None

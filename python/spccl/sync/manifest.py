@@ -113,12 +113,12 @@ class Manifest:
 
 def _dumped(entry: Entry) -> str:
     """JSON of an entry. A model has hundreds of parts, and the numbers of each need no general writer."""
-    before = "null" if entry.sum_before is None else f'"{_hex(entry.sum_before)}"'
+    before = "null" if entry.sum_before is None else f'"{entry.sum_before:016x}"'
     parts = ",".join([_PART % part for part in entry.parts])
-    return f'{_dumped_kind(entry.kind)},"sum_before":{before},"sum":"{_hex(entry.sum)}","parts":[{parts}]}}'
+    return f'{_dumped_kind(entry.kind)},"sum_before":{before},"sum":"{entry.sum:016x}","parts":[{parts}]}}'
 
 
-_PART = '{"file":%d,"offset":%d,"bytes":%d,"first":%d,"n_elems":%d,"nnz":%d,"sum_change":"%016x"}'  # sum_change: masked
+_PART = '{"file":%d,"offset":%d,"bytes":%d,"first":%d,"n_elems":%d,"nnz":%d,"sum_change":"%016x"}'
 
 
 @functools.lru_cache(1 << 14)
@@ -170,13 +170,14 @@ class _Rows:
 
     def require(self, name: str, fits: Callable[[Any], bool], wanted: str) -> None:
         """Raises: what names the first object whose field does not fit."""
-        for i, value in enumerate(self.all(name)):
-            if not fits(value):
-                raise self.fault(i, f"{name} is {_short(value)}, wanted {wanted}")
+        values = self.all(name)
+        if not all(map(fits, values)):
+            i, value = next((i, value) for i, value in enumerate(values) if not fits(value))
+            raise self.fault(i, f"{name} is {_short(value)}, wanted {wanted}")
 
     def numbers(self, name: str, least: int = 0, most: int = _MOST_COUNT) -> list[int]:
         values = self.all(name)
-        if values and (set(map(type, values)) != {int} or min(values) < least or max(values) > most):
+        if not _are_numbers(values, least, most):
             fits = lambda x: type(x) is int and least <= x <= most  # noqa: E731
             self.require(name, fits, f"a number from {least} to {most}")
         return values
@@ -191,8 +192,10 @@ class _Rows:
         return [int(text, 16) for text in self.texts(name, _SUM)]
 
     def lists(self, name: str) -> list[list[Any]]:
-        self.require(name, lambda x: isinstance(x, list), "a list")
-        return self.all(name)
+        values = self.all(name)
+        if not set(map(type, values)) <= {list}:
+            self.require(name, lambda x: isinstance(x, list), "a list")
+        return values
 
 
 class _Row(_Rows):
@@ -209,6 +212,10 @@ class _Row(_Rows):
 
     def absent(self, name: str) -> bool:
         return self.rows[0][name] is None
+
+
+def _are_numbers(values: Sequence[Any], least: int, most: int) -> bool:
+    return not values or (set(map(type, values)) == {int} and min(values) >= least and max(values) <= most)
 
 
 def _short(value: object) -> str:
@@ -279,7 +286,7 @@ def file_name(kind: str, number: int) -> str:
 
 
 def _is_shape(shape: list[Any]) -> bool:
-    return len(shape) <= _MOST_DIMS and all(type(n) is int and 0 <= n <= _MOST_COUNT for n in shape)
+    return len(shape) <= _MOST_DIMS and _are_numbers(shape, 0, _MOST_COUNT)
 
 
 def _entries(where: str, data: list[Any], delta: tuple[File, ...], first: bool) -> tuple[Entry, ...]:
@@ -287,9 +294,10 @@ def _entries(where: str, data: list[Any], delta: tuple[File, ...], first: bool) 
     names = read.texts("name", _NAME)
     read.where = lambda i: f"{where}: tensor {_short(names[i])}"
     also, shapes = read.lists("also"), read.lists("shape")
-    read.require("also", lambda x: all(isinstance(name, str) and _NAME.match(name) for name in x), "names")
+    if any(also):
+        read.require("also", lambda x: all(isinstance(name, str) and _NAME.match(name) for name in x), "names")
     read.require("shape", _is_shape, f"at most {_MOST_DIMS} numbers")
-    read.require("dtype", lambda x: isinstance(x, str) and x in DTYPES, f"one of {', '.join(DTYPES)}")
+    read.require("dtype", DTYPES.__contains__, f"one of {', '.join(DTYPES)}")
     read.require("sum_before", lambda x: first == (x is None), "one where there is a parent")
     before = [None] * len(data) if first else read.sums("sum_before")
     n_parts = list(map(len, read.lists("parts")))

@@ -411,8 +411,9 @@ class Publisher:
         """The base's change to a version. Args: frames: all of it."""
         if self.base:
             frames = frames.to(self.base[0].device)
-        boxes = self._base.boxes(manifest.tensors, self.base)
-        return _staged.change_of(_route.Step(manifest, sha256, False), boxes, _staged.frames_of(frames, manifest))
+        step = _route.Step(manifest, sha256, False)
+        wanted = _staged.needed(step, self._base.boxes(manifest.tensors, self.base))
+        return _staged.change_of(step, wanted, _staged.frames_of(frames, manifest))
 
     def _remove_old(self, newest: Manifest) -> None:
         """Remove versions before the anchor that the oldest kept version needs."""

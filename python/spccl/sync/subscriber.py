@@ -167,9 +167,12 @@ class Subscriber:
             return version
         _route.require_chain(self._source, route, self._have)
         boxes = self._find_boxes(route[0].manifest.tensors)
-        left = self.staging_bytes - _staged.staged_bytes(route, boxes)
+        wanted = [_staged.needed(step, boxes) for step in route if not step.from_anchor]
+        left = self.staging_bytes - _staged.staged_bytes(wanted)
         if not route[0].from_anchor and left >= 0:
-            changes = [_staged.read_change(self._source, step, boxes) for step in route]
+            changes = [
+                _staged.read_change(self._source, step, found) for step, found in zip(route, wanted, strict=True)
+            ]
             _chain.check_chain(changes, max(left, self.staging_bytes // 4))
             self._staged = _staged.Staged(route, changes, boxes, {})
         else:
