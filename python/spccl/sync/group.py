@@ -345,13 +345,16 @@ class GroupSubscriber(Subscriber):
         if version is not None or timeout_s:
             raise ArgumentError("subscriber: in a group the version is the newest, and the deadline the group's")
         self.abandon()
-        self._undo = None
         group = self._group
         hello = {"version": None, "sha256": None} if self._have is None else vars(self._have)
         here = self._device()
         fields = {"role": "receiver", "sha256": hello["sha256"], "gpu": group.gpu(here)}
         hellos = group.gather("hello", hello["version"], **fields)
         self._root = _require_roles(group, hellos)
+        self._undo = None  # given back, and tensors looked for, while the publisher encodes
+        self._at = None
+        with contextlib.suppress(Exception):  # _stage looks again, and raises it
+            self._at = self._memory()
         number = hellos[self._root]["version"]
         device = here if all_gpus(hellos) else torch.device("cpu")
         self._source = source = self._receive(number, hellos[self._root].get("n_head"), device)
@@ -360,6 +363,7 @@ class GroupSubscriber(Subscriber):
             self._stage(source.latest(), source.latest().version)
         except Exception as found:
             error = found
+        self._at = None
         if source.anchor_first:
             error = self._take_anchor(error)
         try:

@@ -69,9 +69,9 @@ class Subscriber:
         self._source = source
         self._plan = places
         self._model: Model | None = None
-        self._found: tuple[list[Any], list[Any], list[list[Box]]] | None = (
-            None  # the boxes of kinds of entries, at memory
-        )
+        # Kinds of entries, what `_memory` returned, and the boxes that were found for both.
+        self._found: tuple[list[Any], list[Any], list[list[Box]]] | None = None
+        self._at: list[Any] | None = None  # what `_memory` returned, if a stage that is under way has called it
         if places is None:
             if tensors is None:
                 raise ArgumentError("subscriber: neither tensors nor places")
@@ -185,7 +185,7 @@ class Subscriber:
     def _find_boxes(self, entries: Sequence[Entry]) -> list[list[Box]]:
         """Where the tensors are now, with the sums of what they hold. The same boxes as before, if none moved."""
         kinds = [entry.kind for entry in entries]
-        if self._found is not None and self._found[0] == kinds and self._found[1] == self._memory():
+        if self._found is not None and self._found[0] == kinds and self._found[1] == (self._at or self._memory()):
             boxes = self._found[2]
         else:
             self._found = None
