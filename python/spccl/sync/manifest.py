@@ -20,6 +20,7 @@ import itertools
 import json
 import math
 import re
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ MOST_MANIFEST_BYTES = 1 << 28  # 1 million tensors
 _MOST_ELEMS = 1 << 40  # of a frame; more in a tensor are in several
 _MOST_DIMS = 64  # of torch
 _MOST_COUNT = 1 << 50
-_SUM = re.compile(r"[0-9a-f]{16}\Z")
+_SUM, _SUMS = re.compile(r"[0-9a-f]{16}\Z"), re.compile(r"[0-9a-f]*\Z")
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _FILE = re.compile(r"(delta|anchor)-[0-9]{5}\.safetensors\Z")
 MASK = (1 << 64) - 1
@@ -189,7 +190,10 @@ class _Rows:
         return values
 
     def sums(self, name: str) -> list[int]:
-        return [int(text, 16) for text in self.texts(name, _SUM)]
+        values = self.all(name)
+        if not set(map(type, values)) <= {str} or not set(map(len, values)) <= {16} or not _SUMS.match("".join(values)):
+            self.texts(name, _SUM)
+        return list(struct.unpack(f">{len(values)}Q", bytes.fromhex("".join(values))))
 
     def lists(self, name: str) -> list[list[Any]]:
         values = self.all(name)
@@ -296,7 +300,9 @@ def _entries(where: str, data: list[Any], delta: tuple[File, ...], first: bool) 
     also, shapes = read.lists("also"), read.lists("shape")
     if any(also):
         read.require("also", lambda x: all(isinstance(name, str) and _NAME.match(name) for name in x), "names")
-    read.require("shape", _is_shape, f"at most {_MOST_DIMS} numbers")
+    n_dims = max(map(len, shapes), default=0)
+    if n_dims > _MOST_DIMS or not _are_numbers([n for shape in shapes for n in shape], 0, _MOST_COUNT):
+        read.require("shape", _is_shape, f"at most {_MOST_DIMS} numbers")
     read.require("dtype", DTYPES.__contains__, f"one of {', '.join(DTYPES)}")
     read.require("sum_before", lambda x: first == (x is None), "one where there is a parent")
     before = [None] * len(data) if first else read.sums("sum_before")
