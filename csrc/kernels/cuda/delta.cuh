@@ -45,21 +45,6 @@ __device__ __forceinline__ uint64_t sp_warp_sum64(uint64_t v)
     return v;
 }
 
-// The row among n > 0 rows, sorted by .first_slice, that has slice s.
-template <class ROW>
-__device__ __forceinline__ uint32_t sp_delta_find(const ROW *rows, uint32_t n, uint64_t s)
-{
-    uint32_t low = 0, high = n - 1;
-    while (low < high) {
-        uint32_t middle = (low + high + 1) / 2;
-        if (rows[middle].first_slice <= s)
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    return low;
-}
-
 // ---- receiving ----
 
 __device__ __forceinline__ void sp_delta_report(const sp_gpu_delta_args &a, uint32_t target, uint64_t slice,

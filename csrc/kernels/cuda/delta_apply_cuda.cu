@@ -337,7 +337,7 @@ template <int BYTES, int WHAT>
 __device__ __forceinline__ void sp_delta_slice_run(const sp_gpu_delta_args &a, uint64_t s, uint16_t *shared)
 {
     typedef typename sp_unsigned<BYTES>::type U;
-    uint32_t target = sp_delta_find(a.rows, a.n_targets, s);
+    uint32_t target = sp_find_row(a.rows, a.n_targets, &sp_gpu_delta_row::first_slice, s);
     const sp_gpu_delta_row r = a.rows[target];
     if (r.elem_bytes != BYTES)
         return;

@@ -1,5 +1,5 @@
-// elem.cuh - one element on the GPU: access by size, and the arithmetic of each dtype. The counterpart of the
-// CPU's elem.h and reduce.h, with the same bits. The NaN rule is written out. float16 and bfloat16 are
+// elem.cuh - one element on the GPU: access by size, and the arithmetic of each dtype; the array of a slice or
+// tile. The counterpart of the CPU's elem.h and reduce.h, with the same bits. The NaN rule is written out. float16 and bfloat16 are
 // converted by the functions of dtype.h, or by the hardware where no NaN occurs.
 #ifndef SP_ELEM_CUH
 #define SP_ELEM_CUH
@@ -41,6 +41,24 @@ template <class F> __device__ __forceinline__ F sp_div(F a, F b)
 {
     F r = a / b;
     return r != r ? sp_nan2(a, b) : r;
+}
+
+// ---- tables of arrays: slices and tiles are numbered over all rows ----
+
+// The row among n > 0 rows that has number `at`. first: the member with a row's first number; the rows are sorted by it.
+template <class ROW>
+__device__ __forceinline__ uint32_t sp_find_row(const ROW *rows, uint32_t n, uint64_t ROW::*first,
+                                                uint64_t at)
+{
+    uint32_t low = 0, high = n - 1;
+    while (low < high) {
+        uint32_t middle = (low + high + 1) / 2;
+        if (rows[middle].*first <= at)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
 }
 
 // ---- elements by size, as formats see them ----

@@ -125,21 +125,6 @@ __device__ __forceinline__ bool sp_prune_skips(const sp_gpu_prune_args &a, const
     return a.options.skip_zeros != 0 && *(volatile const uint64_t *)&row.has_nonzero == 0;
 }
 
-// The row that `tile` belongs to.
-__device__ __forceinline__ uint32_t sp_prune_find(const sp_gpu_prune_row *rows, uint32_t n_rows,
-                                                  uint64_t tile)
-{
-    uint32_t low = 0, high = n_rows - 1;
-    while (low < high) {
-        uint32_t middle = (low + high + 1) / 2;
-        if (rows[middle].first_tile <= tile)
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    return low;
-}
-
 // What a thread has counted in its segment.
 struct sp_prune_tally {
     uint32_t n_sent, n_nonfinite;

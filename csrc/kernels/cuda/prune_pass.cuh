@@ -340,7 +340,7 @@ __device__ __forceinline__ void sp_prune_pass(const sp_gpu_prune_args &a, LISTS 
     sp_gpu_prune_row *rows = sp_prune_rows(a);
     sp_prune_tally tally = {0, 0};
     sp_prune_tiles tiles(a);
-    uint32_t index = sp_prune_find(rows, a.n_segments, tiles.now);
+    uint32_t index = sp_find_row(rows, a.n_segments, &sp_gpu_prune_row::first_tile, tiles.now);
     while (tiles.now < a.n_tiles) { // one segment each time
         while (rows[index].end_tile <= tiles.now)
             index++;

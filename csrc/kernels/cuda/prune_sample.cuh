@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(SP_PRUNE_THREADS)
     typedef sp_prune_dtype<DTYPE> T;
     sp_gpu_prune_row *rows = sp_prune_rows(a);
     for (uint64_t tile = blockIdx.x; tile < a.n_tiles; tile += gridDim.x) {
-        sp_gpu_prune_row &row = rows[sp_prune_find(rows, a.n_segments, tile)];
+        sp_gpu_prune_row &row = rows[sp_find_row(rows, a.n_segments, &sp_gpu_prune_row::first_tile, tile)];
         constexpr uint32_t TILE = SP_GPU_PRUNE_TILE(sizeof(typename T::S));
         uint64_t from = (tile - row.first_tile) * TILE, left = row.segment.n_elems - from;
         uint32_t n = left < TILE ? (uint32_t)left : TILE;

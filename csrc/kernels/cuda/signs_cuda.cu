@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(SP_SIGNS_THREADS, SP_SIGNS_CTAS)
     sp_gpu_prune_row *rows = sp_prune_rows(a);
     sp_prune_tally tally = {0, 0};
     uint64_t tile = blockIdx.x;
-    uint32_t index = sp_prune_find(rows, a.n_segments, tile), turn = 0;
+    uint32_t index = sp_find_row(rows, a.n_segments, &sp_gpu_prune_row::first_tile, tile), turn = 0;
     while (tile < a.n_tiles) { // one segment each time
         uint64_t first = rows[index].first_tile, last = rows[index].end_tile;
         const spccl_weights_segment s = rows[index].weights;

@@ -118,7 +118,7 @@ __device__ __forceinline__ void sp_weights_each_part(const sp_gpu_weights_args &
 {
     sp_gpu_prune_row *rows = sp_prune_rows(a);
     uint64_t tile = blockIdx.x;
-    uint32_t index = sp_prune_find(rows, a.n_segments, tile);
+    uint32_t index = sp_find_row(rows, a.n_segments, &sp_gpu_prune_row::first_tile, tile);
     while (tile < a.n_tiles) { // one segment each time
         uint64_t first = rows[index].first_tile, last = rows[index].end_tile;
         const spccl_weights_segment s = rows[index].weights;
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(SP_CHUNK_THREADS, sizeof(S) == 4 ? 2 : 1)
     sp_chunk_smem &m = *(sp_chunk_smem *)sp_block_shared();
     uint32_t chunk = a.options.chunk, unit = chunk > TILE ? chunk : TILE;
     for (uint64_t tile = blockIdx.x; tile < a.n_tiles; tile += gridDim.x) {
-        sp_gpu_prune_row &row = rows[sp_prune_find(rows, a.n_segments, tile)];
+        sp_gpu_prune_row &row = rows[sp_find_row(rows, a.n_segments, &sp_gpu_prune_row::first_tile, tile)];
         const spccl_weights_segment seg = row.weights;
         uint64_t from = (tile - row.first_tile) * TILE,
                  to = from + unit < seg.n_elems ? from + unit : seg.n_elems;
