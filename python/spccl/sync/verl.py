@@ -33,6 +33,7 @@ from .manifest import Entry, Part
 from .publisher import Publisher
 
 _POLL_S = 0.02
+_ENTRY_ELEMS = 64 << 20  # most changes of one entry of a flush: verl's MAX_ENTRY_ELEMS
 
 
 class _Piece(NamedTuple):
@@ -267,15 +268,21 @@ def _buckets(pieces: Iterator[_Piece], most_bytes: int) -> Iterator[list[_Piece]
 
 
 def _flush(bucket: Sequence[_Piece]) -> list[tuple[str, torch.Tensor]]:
-    """What verl's consumers take as named tensors, where they take it from."""
+    """What verl's consumers take as named tensors, where they take it from. The parts of a tensor are one entry, as its
+    loader for SGLang makes a whole tensor of each entry, and may call load_weights for it."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     is_dense = bucket[0].positions is None
     values = torch.cat([piece.values for piece in bucket]).to(device)
-    params, pos_end, val_end = [], 0, 0
+    params: list[dict[str, Any]] = []
+    pos_end = val_end = 0
     for piece in bucket:
         pos_start, val_start = pos_end, val_end
         pos_end += 0 if piece.positions is None else piece.positions.nbytes
         val_end += piece.values.numel()
+        last = params[-1] if params else None
+        if last is not None and last["name"] == piece.name and val_end - last["val_start"] <= _ENTRY_ELEMS:
+            last.update(pos_end=pos_end, val_end=val_end)
+            continue
         at = {"pos_start": pos_start, "pos_end": pos_end, "pos_width": 4, "val_start": val_start, "val_end": val_end}
         params.append({"name": piece.name, "dtype": dtype_name(values.dtype), "shape": list(piece.shape), **at})
     positions = torch.empty(0, dtype=torch.uint8, device=device)
