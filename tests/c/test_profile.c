@@ -1,4 +1,4 @@
-/* test_profile.c - profiles of the tuner (profile.h): what is wrong with a text; files of groups of two ranks
+/* test_profile.c - profiles of the tuner (profile.h): what is wrong with a text; the hashes that ranks compare; files of groups of two ranks
  * (profile_file.h). test_tuner.c has what the tuner takes from them. */
 #include "captured_log.h"
 #include "core/run/comm.h"
@@ -9,6 +9,48 @@
 #include <sys/stat.h>
 
 #define MACHINE "version=0 cpu=test"
+
+static sp_profile_line line_of(uint16_t n_ranks, uint16_t n_hosts, uint32_t slice_elems)
+{
+    return (sp_profile_line){.key = {SP_ALL_REDUCE, SPCCL_FLOAT32, 3, 1000},
+                             .n_ranks = n_ranks,
+                             .n_hosts = n_hosts,
+                             .per_host = (uint16_t)(n_ranks / n_hosts),
+                             .best = {SP_SCHED_DIRECT, slice_elems},
+                             .ratio = 0.9};
+}
+
+/* What groups of another shape have learnt changes no hash that this group compares; the order of lines does not either. */
+static void test_profile_hash(void)
+{
+    static sp_profile a, b;
+    uint64_t x[SP_PROFILE_HASHES], y[SP_PROFILE_HASHES];
+    sp_profile_line of_world = line_of(8, 4, 4096), of_host = line_of(8, 1, 4096), others[2];
+    others[0] = line_of(4, 1, 4096);
+    others[1] = line_of(8, 8, 8192);
+    sp_profile_put(&a, &of_world);
+    sp_profile_put(&a, &of_host);
+    sp_profile_put(&b, &others[0]);
+    sp_profile_put(&b, &others[1]);
+    sp_profile_put(&b, &of_host);
+    sp_profile_put(&b, &of_world);
+    b.lines[3].ratio = 0.5;
+    sp_profile_hash(&a, 8, x);
+    sp_profile_hash(&b, 8, y);
+    CHECK(x[0] == y[0] && x[1] != y[1] && x[2] == y[2] && x[0] != 0 && x[1] == 0 && x[2] != 0, "hashes");
+    b.lines[3].best.slice_elems = 8192;
+    sp_profile_hash(&b, 8, y);
+    CHECK(x[0] == y[0] && x[2] != y[2], "another choice on 4 hosts");
+    for (int i = 0; i < 2; i++) { /* two lines are equally near */
+        a.n = 0;
+        of_world.key.n_elems = i == 0 ? 1000 : 4000;
+        sp_profile_put(&a, &of_world);
+        of_world.key.n_elems = i == 0 ? 4000 : 1000;
+        sp_profile_put(&a, &of_world);
+        of_world.key.n_elems = 2000;
+        CHECK(sp_profile_find(&a, &of_world)->key.n_elems == 1000, "order %d", i);
+    }
+}
 
 #define HEAD "spccl-profile 1\nmachine " MACHINE "\n"
 #define BEST "best coll=all_reduce dtype=float32 ranks=4 hosts=1 per-host=4 elems=1000 density=1/64 "
@@ -127,7 +169,16 @@ static void test_files(void)
     run_two(false, log, sizeof log, ctx); /* loaded; nothing is learnt, nothing is written */
     CHECK(log[0] == '\0', "%s", log);
 
-    snprintf(path_of[1], sizeof path_of[0], "%s/other", folder);
+    snprintf(path_of[1], sizeof path_of[0], "%s/other", folder); /* what another group has learnt too */
+    snprintf(other, sizeof other,
+             "%.3800sbest coll=all_reduce dtype=float32 ranks=3 hosts=1 per-host=3 elems=7 density=1/8 "
+             "schedule=direct slice=4096 time=0.900\n",
+             text);
+    write_text(path_of[1], other);
+    run_two(false, log, sizeof log, ctx);
+    CHECK(log[0] == '\0', "%s", log);
+    unlink(path_of[1]);
+
     run_two(true, log, sizeof log, ctx); /* only rank 0 has the file */
     CHECK(strstr(log, "uses no profile: rank 1 has another one") != NULL &&
               strstr(log, "uses no profile: rank 0 has another one") != NULL,
@@ -165,6 +216,7 @@ static void test_files(void)
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
+        {"profile_hash", test_profile_hash},
         {"bad_profiles", test_bad_profiles},
         {"files", test_files},
         {NULL, NULL},

@@ -172,7 +172,6 @@ spccl_status sp_profile_parse(const char *text, size_t bytes, const char *machin
     if (sp_word_next(&r, &w) || !sp_word_line(&r, &w) || !sp_word_is(&w, "machine"))
         return bad(r.line, "wanted \"machine\"");
     SP_TRY(check_machine(&r, machine));
-    out->hash = sp_plan_hash(r.at, (size_t)(r.end - r.at));
     while (sp_word_line(&r, &w)) {
         sp_profile_line l = {0};
         if (!sp_word_is(&w, "best"))
@@ -218,12 +217,31 @@ const sp_profile_line *sp_profile_find(const sp_profile *p, const sp_profile_lin
         const sp_profile_line *l = &p->lines[i];
         double a = (double)l->key.n_elems, b = (double)like->key.n_elems;
         double ratio = a < b ? b / a : a / b;
-        if (same_but_size(l, like) && (ratio < least || (best == NULL && ratio == least))) {
+        if (same_but_size(l, like) &&
+            (ratio < least || (ratio == least && (best == NULL || l->key.n_elems < best->key.n_elems)))) {
             best = l;
             least = ratio;
         }
     }
     return best;
+}
+
+void sp_profile_hash(const sp_profile *p, int n_ranks, uint64_t hashes[SP_PROFILE_HASHES])
+{
+    memset(hashes, 0, SP_PROFILE_HASHES * sizeof *hashes);
+    for (int i = 0; i < p->n; i++) {
+        const sp_profile_line *l = &p->lines[i];
+        const uint64_t words[] = {(uint64_t)l->key.coll,
+                                  l->key.dtype,
+                                  l->key.density_class,
+                                  l->key.n_elems,
+                                  l->n_hosts,
+                                  l->per_host,
+                                  (uint64_t)l->best.schedule,
+                                  l->best.slice_elems};
+        if (l->n_ranks == n_ranks) /* the sum has no order */
+            hashes[sp_profile_hash_at(l->n_hosts, n_ranks)] += sp_plan_hash(words, sizeof words);
+    }
 }
 
 void sp_profile_put(sp_profile *p, const sp_profile_line *line)

@@ -15,7 +15,7 @@
 
 #define BOOT_MAGIC 0x54425053u   /* "SPBT" */
 #define BOOT_REFUSAL 0x46525053u /* "SPRF": u32 magic, u32 status, zeros to SP_BOOT_HEAD_BYTES, text */
-#define WIRE_VERSION 8u
+#define WIRE_VERSION 9u
 #define REFUSAL_CAP 600u
 #define REFUSAL_BYTES (SP_BOOT_HEAD_BYTES + REFUSAL_CAP)
 #define KEY_CAP 200
@@ -151,7 +151,8 @@ static spccl_status publish(sp_links *links, const spccl_store *store, const sp_
     sp_store_le32(blob + SP_BOOT_SCHEDULE_AT, c->schedule);
     sp_store_le32(blob + SP_BOOT_RATES_AT, c->rates_decide ? 1 : 0);
     sp_store_le64(blob + SP_BOOT_PLANS_AT, c->plans_hash);
-    sp_store_le64(blob + SP_BOOT_PROFILE_AT, c->profile_hash);
+    for (size_t i = 0; i < SP_PROFILE_HASHES; i++)
+        sp_store_le64(blob + SP_BOOT_PROFILE_AT + 8 * i, c->profile_hashes[i]);
     sp_store_le32(blob + SP_BOOT_FORCED_AT, c->forces);
     for (int i = 0; i < links->n_endpoints; i++) {
         const sp_transport *t = links->transports[i];
@@ -281,16 +282,17 @@ static spccl_status read_peers(const spccl_store *store, const sp_boot_config *c
     return SPCCL_OK;
 }
 
-/* What all ranks decide alike from what all published: whether their profiles are the same, and whether any forces a
- * format. */
+/* What all ranks decide alike from what all published: whether they have the same profile for this group, and whether any
+ * forces a format. The hosts have numbers. */
 static void compare_settings(sp_links *links, const sp_boot_config *c, const sp_published *all)
 {
+    int at = sp_profile_hash_at(links->hosts != NULL ? links->hosts->n_hosts : 1, c->world_size);
     links->any_forces = c->forces;
     for (int peer = c->world_size - 1; peer >= 0; peer--) {
         if (peer == c->rank)
             continue;
         links->any_forces |= sp_load_le32(all[peer].blob + SP_BOOT_FORCED_AT);
-        if (sp_load_le64(all[peer].blob + SP_BOOT_PROFILE_AT) != c->profile_hash)
+        if (sp_load_le64(all[peer].blob + SP_BOOT_PROFILE_AT + 8 * at) != c->profile_hashes[at])
             links->other_profile = peer;
     }
 }
@@ -304,9 +306,9 @@ static spccl_status meet_peers(sp_links *links, const spccl_store *store, const 
         return SP_FAIL(SPCCL_ERR_NOMEM, "addresses of %d ranks", c->world_size);
     st = read_peers(store, c, all);
     if (st == SPCCL_OK)
-        compare_settings(links, c, all);
-    if (st == SPCCL_OK)
         st = number_hosts(links, all);
+    if (st == SPCCL_OK)
+        compare_settings(links, c, all);
     if (st == SPCCL_OK)
         st = sp_boot_connect(links, c, all);
     sp_free(all);

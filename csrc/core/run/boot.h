@@ -5,6 +5,7 @@
 
 #include "core/contract/transport.h"
 #include "core/plan/hosts.h"
+#include "core/plan/profile.h"
 
 #include <stdint.h>
 
@@ -55,12 +56,12 @@ typedef struct sp_boot_config {
     const char *host_id;    /* name of this rank's host; NULL or "": found */
     uint32_t n_sockets;     /* 0 = default */
     size_t queue_bytes;
-    uint32_t slice_bytes;  /* published, so that ranks with another slice size fail at once */
-    uint32_t schedule;     /* likewise: 0 = automatic, SP_BOOT_TUNES, else 1 + sp_schedule */
-    uint64_t plans_hash;   /* likewise: of the plan file; 0: none */
-    const char *profile;   /* its path; NULL: none */
-    uint64_t profile_hash; /* published: of the profile; 0: none. Ranks with others use none */
-    uint32_t forces;       /* published: SP_BOOT_FORCES_* */
+    uint32_t slice_bytes; /* published, so that ranks with another slice size fail at once */
+    uint32_t schedule;    /* likewise: 0 = automatic, SP_BOOT_TUNES, else 1 + sp_schedule */
+    uint64_t plans_hash;  /* likewise: of the plan file; 0: none */
+    const char *profile;  /* its path; NULL: none */
+    uint64_t profile_hashes[SP_PROFILE_HASHES]; /* published: of the profile. Ranks with others use none */
+    uint32_t forces;                            /* published: SP_BOOT_FORCES_* */
     int64_t deadline_ns;
 } sp_boot_config;
 

@@ -3,7 +3,7 @@
  * A rank puts this into the store under "spccl/<name>/address/<rank>" (little-endian):
  *   u32 magic, u32 wire version, u32 world size, u32 slice bytes, u32 number of transports, u8 host[44],
  *   u32 schedule, u32 whether rates may change the order, u64 hash of the plan file,
- *   u64 hash of the profile, u32 what is forced (SP_BOOT_FORCES_*), then for each transport
+ *   u64[3] hashes of the profile (sp_profile_hash), u32 what is forced (SP_BOOT_FORCES_*), then for each transport
  *   u32 name bytes, name, u32 rate in Mbit/s (0: unknown), u32 address bytes, address */
 #ifndef SP_BOOT_LINKS_H
 #define SP_BOOT_LINKS_H
@@ -15,7 +15,7 @@
 #define SP_BOOT_RATES_AT (SP_BOOT_SCHEDULE_AT + 4u)
 #define SP_BOOT_PLANS_AT (SP_BOOT_RATES_AT + 4u)
 #define SP_BOOT_PROFILE_AT (SP_BOOT_PLANS_AT + 8u)
-#define SP_BOOT_FORCED_AT (SP_BOOT_PROFILE_AT + 8u)
+#define SP_BOOT_FORCED_AT (SP_BOOT_PROFILE_AT + 8u * SP_PROFILE_HASHES)
 #define SP_BOOT_HEAD_BYTES (SP_BOOT_FORCED_AT + 4u)
 #define SP_BOOT_BLOB_CAP (SP_BOOT_HEAD_BYTES + SP_TRANSPORTS_MAX * (12u + 16u + SP_ADDRESS_BYTES_MAX))
 

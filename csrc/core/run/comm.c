@@ -199,7 +199,7 @@ static spccl_status create_comm(const spccl_store *store, const spccl_config *co
     SP_TRY_TO(fail, st, sp_kernels_pick(&comm->kernels));
     if (boot->profile != NULL)
         SP_TRY_TO(fail, st, sp_profile_file_open(comm, boot->profile, &comm->profile));
-    boot->profile_hash = sp_profile_file_hash(comm->profile);
+    sp_profile_file_hash(comm->profile, comm->world_size, boot->profile_hashes);
     boot->deadline_ns = sp_deadline_in_ms(comm->timeout_ms);
     SP_TRY_TO(fail, st, sp_links_open(&comm->links, store, boot));
     if (comm->plans != NULL) {

@@ -108,9 +108,10 @@ void sp_profile_file_close(sp_profile_file *f)
     sp_free(f);
 }
 
-uint64_t sp_profile_file_hash(const sp_profile_file *f)
+void sp_profile_file_hash(const sp_profile_file *f, int n_ranks, uint64_t hashes[SP_PROFILE_HASHES])
 {
-    return f != NULL && f->usable ? f->profile.hash : 0;
+    static const sp_profile none;
+    sp_profile_hash(f != NULL && f->usable ? &f->profile : &none, n_ranks, hashes);
 }
 
 const sp_profile *sp_profile_file_use(spccl_comm *comm)

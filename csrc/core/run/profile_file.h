@@ -11,8 +11,8 @@ typedef struct sp_profile_file sp_profile_file;
 /* Read the file, if there is one. comm: rank, name and kernels are set. Errors: NOMEM, SETTING (the path is too long). */
 spccl_status sp_profile_file_open(const spccl_comm *comm, const char *path, sp_profile_file **out);
 void sp_profile_file_close(sp_profile_file *f); /* accepts NULL */
-/* 0: the group has no profile, or this rank cannot use it. f may be NULL. */
-uint64_t sp_profile_file_hash(const sp_profile_file *f);
+/* sp_profile_hash; 0: the group has no profile, or this rank cannot use it. f may be NULL. */
+void sp_profile_file_hash(const sp_profile_file *f, int n_ranks, uint64_t hashes[SP_PROFILE_HASHES]);
 /* When the ranks have met: what the group uses. NULL: nothing, also because ranks have other profiles. */
 const sp_profile *sp_profile_file_use(spccl_comm *comm);
 /* At the end of the group: the first rank of each host writes what was learnt. */
