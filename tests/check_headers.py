@@ -21,7 +21,7 @@ STRICT = ("-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Werror
 C = ("gcc", "-x", "c", "-std=c11", "-D_GNU_SOURCE", *STRICT, "-Wstrict-prototypes", "-Wvla")
 PUBLIC_C = ("gcc", "-x", "c", "-std=c11", *STRICT, "-Wstrict-prototypes", "-Wvla")
 PUBLIC_CXX = ("g++", "-x", "c++", "-std=c++11", *STRICT)
-INTERNAL_DIRS = ("csrc/core", "csrc/kernels", "csrc/transport", "tests/c", "tests/fuzz", "examples/channels")
+INTERNAL_DIRS = ("csrc/core", "csrc/kernels", "csrc/transport", "tests/c", "tests/fuzz", "bench", "examples/channels")
 # A header may define static functions that this check does not use.
 RELAXED = ("-Wno-unused-function",)
 ISA_FLAGS = {
