@@ -295,6 +295,28 @@ static void test_groups(void)
     run_plan(2, NULL, "", SPCCL_ERR_SETTING, "it does not begin with");
 }
 
+#define OWNED_BY_0                                                                                           \
+    "spccl-plan 1\nplan all_reduce owned ranks=4 hosts=any chunks=1\n"                                       \
+    "rank 0\nreduce chunk=0 from=1,2,3@input own=in at=0 out to=1,2,3@result\n"                              \
+    "rank 1\nsend chunk=0 src=in to=0@input\nrecv chunk=0 from=0@result out\n"                               \
+    "rank 2\nsend chunk=0 src=in to=0@input\nrecv chunk=0 from=0@result out\n"                               \
+    "rank 3\nsend chunk=0 src=in to=0@input\nrecv chunk=0 from=0@result out\n"
+
+/* GPUs run it alone, but not in a group with a plan that relays. */
+static void test_direct_and_relayed(void)
+{
+    test_ranks_per_host = 2;
+    run_plan(4, OWNED_BY_0 "end\n", "; on GPUs too", SPCCL_OK, "");
+    run_plan(
+        4,
+        OWNED_BY_0
+        "plan broadcast relays ranks=4 hosts=2x2 chunks=1 root=0\n"
+        "rank 0\nsend chunk=0 src=in to=1,2@result\nrank 1\nrecv chunk=0 from=0@result out\n"
+        "rank 2\nrecv chunk=0 from=0@result out to=3@result\nrank 3\nrecv chunk=0 from=2@result out\nend\n",
+        "; not on GPUs: owners send results directly; relays (broadcast) relays them", SPCCL_OK, "");
+    test_ranks_per_host = 0;
+}
+
 static void test_other_file(void)
 {
     struct rank_ctx ctx[2];
@@ -321,6 +343,7 @@ int main(int argc, char **argv)
         {"mutated", test_mutated},
         {"long", test_long},
         {"groups", test_groups},
+        {"direct_and_relayed", test_direct_and_relayed},
         {"other_file", test_other_file},
         {NULL, NULL},
     };

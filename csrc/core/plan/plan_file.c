@@ -252,6 +252,27 @@ static spccl_status keep_plans(sp_plan_set *set, int rank, int world_size, const
     return SPCCL_OK;
 }
 
+/* GPUs of a group relay results, or they do not: if one plan relays, they refuse those that send results directly. */
+static void refuse_direct(sp_plan_set *set)
+{
+    const sp_written_plan *relayed = NULL;
+    sp_written_plan *direct[SP_N_COLLS + SP_PLAN_RANKS_MAX];
+    int n_direct = 0;
+    for (int i = 0; i < SP_N_COLLS - 1 + set->n_roots; i++) {
+        sp_written_plan *e = i < SP_N_COLLS - 1 ? &set->of[i] : &set->broadcasts[i - (SP_N_COLLS - 1)];
+        if (e->plan == NULL || e->owners.why_not[0] != '\0')
+            continue;
+        if (e->owners.results == SP_RESULTS_RELAYED)
+            relayed = relayed != NULL ? relayed : e;
+        else if (e->owners.results == SP_RESULTS_DIRECT)
+            direct[n_direct++] = e;
+    }
+    for (int i = 0; relayed != NULL && i < n_direct; i++)
+        snprintf(direct[i]->owners.why_not, sizeof direct[i]->owners.why_not,
+                 "owners send results directly; %s (%s) relays them, and GPUs of a group do one or the other",
+                 relayed->head.name, sp_coll_name(relayed->head.coll));
+}
+
 spccl_status sp_plan_set_select(sp_plan_set *set, int rank, int world_size, const sp_hosts *hosts)
 {
     char cause[600];
@@ -261,6 +282,8 @@ spccl_status sp_plan_set_select(sp_plan_set *set, int rank, int world_size, cons
         return SP_FAIL(SPCCL_ERR_NOMEM, "broadcasts of %d ranks", world_size);
     set->n_roots = world_size;
     st = keep_plans(set, rank, world_size, hosts);
+    if (st == SPCCL_OK)
+        refuse_direct(set);
     free(set->text);
     set->text = NULL;
     if (st != SPCCL_ERR_SETTING)

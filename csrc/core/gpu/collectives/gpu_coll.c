@@ -51,9 +51,9 @@ static spccl_status take_plan(spccl_comm *comm, sp_coll_args *a)
     why = o->why_not;
     if (why[0] == '\0' && g != NULL && o->results != SP_RESULTS_NONE &&
         (o->results == SP_RESULTS_RELAYED) != (g->relays.n_hosts != 0))
-        why = o->results == SP_RESULTS_RELAYED ? "it relays results, and the GPUs of this group do not"
-                                               : "it sends results directly; another plan of the file relays "
-                                                 "them, and so do this group's GPUs";
+        why = o->results == SP_RESULTS_RELAYED
+                  ? "it relays results, and the GPUs of this group do not"
+                  : "it sends results directly, and this group's GPUs relay them";
     if (why[0] == '\0')
         return SPCCL_OK;
     return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
