@@ -259,6 +259,19 @@ def test_a_receiver_behind_gets_the_deltas_that_it_lacks(ranks):
         assert len(run.push._sent) == min(keep, 3)
 
 
+def test_one_is_behind_and_one_joins(ranks):
+    """The first gets the delta that it lacks, beside the weights that go to the second before the others pause."""
+    run = ranks(2)
+    for number in range(2):
+        change(run.net, number)
+        run.round()
+    assert run.pulls[0].rollback() == 1
+    run.regroup()
+    change(run.net, 2)
+    assert run.round() == [3] * 4
+    run.check(3)
+
+
 def test_publisher_fails(ranks):
     """It cannot make the version: receivers raise its text. The next one succeeds."""
     run = ranks(2)

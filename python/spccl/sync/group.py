@@ -139,7 +139,7 @@ class GroupPublisher(Publisher):
         writer = Writer(self._file, self._key, self.staging_bytes)
         try:
             older = self._older(receivers)
-            self._delta, self._needs_anchor = None, older is None
+            self._delta, self._needs_anchor = None, not all(map(self._knows, receivers))
             manifest = self._write(writer, version)
             data = manifest.dump()
             new = _Sent(manifest, data, sha256(data), self._delta)
@@ -153,7 +153,7 @@ class GroupPublisher(Publisher):
         anchor_first = bool(manifest.anchor) and is_for_new
         wire = here if all_gpus(hellos) else torch.device("cpu")
         try:
-            self._send([*(older or ()), new], anchor_first, wire)
+            self._send([*older, new], anchor_first, wire)
         except PeerError:  # a rank has no memory for the frames: all have heard it
             raise
         except BaseException as error:
@@ -192,12 +192,10 @@ class GroupPublisher(Publisher):
             known.add((self._have.version, self._have.sha256))
         return (record["version"], record.get("sha256")) in known
 
-    def _older(self, receivers: Sequence[dict[str, Any]]) -> list[_Sent] | None:
-        """The kept versions that some receiver lacks. None: one needs the weights themselves."""
-        if not all(self._knows(record) for record in receivers):
-            return None
-        first = min((record["version"] for record in receivers), default=self._have.version if self._have else 0)
-        return [one for one in self._sent if one.manifest.version > first]
+    def _older(self, receivers: Sequence[dict[str, Any]]) -> list[_Sent]:
+        """The kept versions that a receiver lacks which does not need the weights themselves."""
+        behind = [record["version"] for record in receivers if self._knows(record)]
+        return [one for one in self._sent if behind and one.manifest.version > min(behind)]
 
     def _wants_anchor(self, writer: Writer) -> bool:
         return self._needs_anchor or len(writer.files) > 1
