@@ -9,7 +9,7 @@ tensor by tensor: compare, nonzero, gather (6 bytes a change), and writing with 
 checkpoint_weight_patch.py, whose load_checkpoint_weight_patches gets the places and values that torch has packed. Times
 are medians of 5, on the host's clock between two synchronizations. What was written is compared bit for bit.
 Under torchrun rank 0 publishes and the others apply; a time has everything from comparing the weights to the last write
-of the slowest rank, and the base's update apart.
+of the slowest rank; what of the base's update is left after the last vote is apart.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def over_group(args: argparse.Namespace) -> None:
         of = f"{n_ranks - 1} receivers, {n * ROWS * COLUMNS * 2 / 1e9:.2f} GB, {args.changed:.2%} changed"
         name = torch.cuda.get_device_name() if on_gpu else "CPU"
         print(f"{name}, {of}, {one.stats()['delta_bytes'] / 1e6:.1f} MB sent to each")
-        rows = [("publish, apply; base in it", ours), ("of it the base", base), ("dense broadcast", dense)]
+        rows = [("publish, apply; base in it", ours), ("base, after the vote", base), ("dense broadcast", dense)]
         rows = [(what, statistics.median(t[-ROUNDS:]), min(t[-ROUNDS:]), max(t[-ROUNDS:])) for what, t in rows]
         for what, *ms in rows:
             print(f"{what:44s} {ms[0]:10.3f} ms ({ms[1]:.3f} to {ms[2]:.3f})")

@@ -184,6 +184,20 @@ def test_parameters_that_are_replaced(tmp_path, what):
     pull.verify()
 
 
+def test_places_that_move(tmp_path):
+    """The tensor of a place gets other memory: it is written there. Sums are carried over."""
+    w, copy = torch.randn(4, 300), torch.zeros(2, 300)
+    pull = Subscriber(tmp_path, places={"w": [box(copy, w.shape, (1, 3), (0, 300))]})
+    with Publisher(tmp_path, {"w": w}) as push:
+        for _ in range(4):
+            w[:, 7] += 1
+            push.publish()
+            pull.apply()
+            assert torch.equal(copy, w[1:3]) and pull.verify() == push.version
+            old, copy.data = copy.data, copy.data.clone()
+            old.zero_()
+
+
 def test_weights_of_inference_mode(tmp_path):
     """A server may have made its weights in torch.inference_mode(), which refuses writes outside of it."""
     net = Net()
