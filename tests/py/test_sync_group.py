@@ -179,6 +179,31 @@ def altered(change, **fields):
     return change
 
 
+@pytest.mark.parametrize("error", [spccl.OutOfMemoryError("no"), KeyboardInterrupt("no")])
+def test_the_base_cannot_be_prepared(ranks, error, monkeypatch):
+    """Without memory for old values it is written last. An interrupt is raised when the receivers have the version."""
+    run = ranks(1)
+    run.round()
+    change(run.net, 1)
+
+    def fails(**_) -> None:
+        raise error
+
+    real = run.push._change_of_base
+    monkeypatch.setattr(run.push, "_change_of_base", lambda *args: altered(real(*args), check=fails))
+    results = run.round()
+    assert results[1] == run.push.version == 2
+    if isinstance(error, KeyboardInterrupt):
+        assert results[0] is error
+    else:
+        assert results[0] == 2 == run.push.verify()
+    monkeypatch.undo()
+    change(run.net, 2)
+    assert run.round() == [3] * 2
+    run.check(3)
+    assert run.push.verify() == 3
+
+
 @pytest.mark.parametrize("where", ["stage", "commit", "settle", "abandon", "undo"])
 def test_one_receiver_fails(ranks, where, monkeypatch):
     """It cannot stage, or fails to write, or drops what it staged: no rank has the version, and the next publish has

@@ -42,10 +42,14 @@ class _Follower:
         self.is_begun = False
         self.error: BaseException | None = None
         if change is not None:
-            with contextlib.suppress(Exception):  # no memory for old values, for example: written later, as it is
+            try:
                 found = change()
                 found.check(keep_old=True)
                 self.change = found
+            except Exception:
+                pass  # no memory for old values, for example: written after the last vote, without them
+            except BaseException as error:
+                self.error = error
 
     def write(self) -> None:
         if self.change is not None:
