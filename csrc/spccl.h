@@ -217,7 +217,8 @@ typedef struct spccl_delta_options {
 /* Bytes that always suffice for the frame of one source; 0 if n_elems or dtype is bad. */
 SPCCL_API size_t spccl_delta_bound(uint64_t n_elems, spccl_dtype dtype);
 /* Encode each source against its base, frames back to back. The bytes follow from the sources and `raw` alone. Without
- * options->old the base is not written: spccl_delta_apply of the frame advances it.
+ * options->old the base is not written: spccl_delta_apply of the frame advances it. With it no base may overlap another base
+ * or an x.
  *   options    NULL = defaults
  *   dst        dst_cap bytes, overlapping no source; the sum of all spccl_delta_bound() suffices
  *   frames     [n_sources]
@@ -510,12 +511,12 @@ SPCCL_API spccl_status spccl_cuda_decode(const void *frames, size_t frames_bytes
 
 /* spccl_delta_encode on the current GPU, on `stream`: the same bytes and results, also after a failure. It waits until they
  * are there, so it cannot be captured. x, base, dst and old are memory of that GPU, arrays aligned to their elements, dst
- * and old to 8 bytes; sources, options, frames and out_bytes are in host memory. x and base are read once, where dst_cap is at least
- * twice what is written and few elements change; else twice. dst [out_bytes, dst_cap) holds any values afterwards.
- * options->old advances bases in the same pass: no x or other base may overlap them. spccl_cuda_delta_check and _apply of the
- * frames take longer.
- * Errors: those of spccl_delta_encode; UNSUPPORTED (no CUDA in this build), DEVICE, TIMEOUT (SPCCL_TIMEOUT_MS; the GPU may
- * come to write dst, old and bases later; memory of the call is then lost).  Threads: any. */
+ * and old to 8 bytes; sources, options, frames and out_bytes are in host memory. x and base are read once, where dst_cap is
+ * at least twice what is written and few elements change; else twice. dst [out_bytes, dst_cap) holds any values afterwards.
+ * options->old advances bases in the same pass; spccl_cuda_delta_check and _apply of the frames take longer.
+ * Errors: those of spccl_delta_encode; UNSUPPORTED (no CUDA in this build); DEVICE (bases may hold part of the change);
+ * TIMEOUT (SPCCL_TIMEOUT_MS; the GPU may come to write dst, old and bases later; memory of the call is then lost).
+ * Threads: any. */
 SPCCL_API spccl_status spccl_cuda_delta_encode(const spccl_delta_source *sources, size_t n_sources,
                                                const spccl_delta_options *options, void *dst, size_t dst_cap,
                                                spccl_delta_frame *frames, size_t *out_bytes, void *stream);

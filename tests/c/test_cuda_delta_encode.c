@@ -1,6 +1,7 @@
 /* test_cuda_delta_encode.c - spccl_cuda_delta_encode must write the same bytes as spccl_delta_encode, and find the same
- * numbers; so must bases and old values be, if it advances bases. Covers every dtype, casts with NaNs, densities, lengths around slices, lists of arrays, starts that are not
- * aligned, and each room in dst: for staging, just enough, too little. Nothing may be written past dst_cap. */
+ * numbers. If it advances bases, these and the old values must be the same too. Covers every dtype, casts with NaNs,
+ * densities, lengths around slices, lists of arrays, starts that are not aligned, and each room in dst: for staging, just
+ * enough, too little. Nothing may be written past dst_cap. */
 #include "core/base/delta_rule.h"
 #include "core/base/dtype.h"
 #include "cuda_test.h"
@@ -293,9 +294,39 @@ static void test_clusters(void)
         struct wanted w = {.what = "clusters", .p = want};
         CHECK_OK(spccl_delta_encode(host, 1, NULL, want, cap, w.frames, &w.bytes));
         compare(&w, cap, SPCCL_OK);
+        w.old_bytes = (w.frames[0].nnz * e + 7) / 8 * 8;
+        spccl_delta_options o = {sizeof o, 0, malloc(w.old_bytes), w.old_bytes};
+        CHECK_OK(spccl_delta_encode(host, 1, &o, want, cap, w.frames, &w.bytes));
+        w.old = o.old, w.what = "clusters, bases advanced";
+        compare(&w, 2 * cap, SPCCL_OK);
+        compare(&w, w.bytes + w.bytes / 4, SPCCL_OK);
+        compare(&w, w.bytes - 8, SPCCL_ERR_DST_SMALL);
+        free(o.old);
         free(want);
         drop();
     }
+}
+
+/* Bases that advance overlap no other array with elements, on the host as on a GPU. */
+static void test_apart(void)
+{
+    static uint8_t memory[512], old[512], dst[1024];
+    spccl_delta_source pair[2] = {{memory, memory + 64, 64, 0, SPCCL_INT8, SPCCL_INT8, 1},
+                                  {memory + 128, memory + 192, 64, 0, SPCCL_INT8, SPCCL_INT8, 2}};
+    spccl_delta_options o = {sizeof o, 0, old, sizeof old};
+    spccl_delta_frame two[2];
+    size_t bytes;
+#define PAIR() spccl_delta_encode(pair, 2, &o, dst, sizeof dst, two, &bytes)
+    CHECK_OK(PAIR());
+    pair[1].base = memory + 129;
+    CHECK_FAILS(PAIR(), SPCCL_ERR_ALIAS, "sources[1].base and sources[1].x overlap");
+    pair[1].base = memory + 100;
+    CHECK_FAILS(PAIR(), SPCCL_ERR_ALIAS, "sources[1].base and sources[0].base overlap");
+    pair[1].base = memory + 192, pair[0].x = memory + 200;
+    CHECK_FAILS(PAIR(), SPCCL_ERR_ALIAS, "sources[0].x and sources[1].base overlap");
+    pair[0].x = memory, pair[1].base = memory + 80, pair[1].n_elems = 0;
+    CHECK_OK(PAIR());
+#undef PAIR
 }
 
 static void test_refusals(void)
@@ -317,6 +348,11 @@ static void test_refusals(void)
     CHECK_FAILS(ENCODE(device[0], NULL, dst + 4), SPCCL_ERR_ARG, "aligned to 8");
     o = (spccl_delta_options){sizeof o, 0, dst + 64, 64};
     CHECK_FAILS(ENCODE(device[0], &o, dst), SPCCL_ERR_ALIAS, "options->old");
+    device[0].base = device[0].x;
+    o.old = dst + 2048;
+    CHECK_FAILS(spccl_cuda_delta_encode(device, 1, &o, dst, 1024, &frame, &bytes, on), SPCCL_ERR_ALIAS,
+                "overlap, and options->old advances bases");
+    device[0].base = arrays[0].base_d;
     o.old = arrays[0].base;
     CHECK_FAILS(ENCODE(device[0], &o, dst), SPCCL_ERR_ARG, "options->old");
     CHECK_FAILS(ENCODE(device[0], NULL, (uint8_t *)(uintptr_t)device[0].x), SPCCL_ERR_ALIAS, "overlap");
@@ -359,9 +395,13 @@ static void test_deadline(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"refusals", test_refusals}, {"deadline", test_deadline},
-                                             {"lists", test_lists},       {"clusters", test_clusters},
-                                             {"lengths", test_lengths},   {NULL, NULL}};
+    static const struct test_case cases[] = {{"refusals", test_refusals},
+                                             {"apart", test_apart},
+                                             {"deadline", test_deadline},
+                                             {"lists", test_lists},
+                                             {"clusters", test_clusters},
+                                             {"lengths", test_lengths},
+                                             {NULL, NULL}};
     cuda_test_start(&argc, argv);
     CUDA_OK(cudaStreamCreateWithFlags(&on, cudaStreamNonBlocking));
     return test_main(cases, argc, argv);

@@ -42,6 +42,8 @@ spccl_status sp_delta_check_target(const char *call, size_t number, const spccl_
 /* Check a source of spccl_delta_encode, or of another `call`. number: of the source, for texts. Errors: ARG, DTYPE, ALIAS. */
 spccl_status sp_delta_check_source(const char *call, size_t number, const spccl_delta_source *s,
                                    const void *dst, size_t dst_cap, const spccl_delta_options *o);
+/* Bases that advance overlap no other base and no x. Errors: ALIAS (names both), NOMEM. */
+spccl_status sp_delta_check_apart(const char *call, const spccl_delta_source *sources, size_t n);
 /* *out = the caller's options, with defaults. Errors: ARG. */
 spccl_status sp_delta_read_options(const char *call, const spccl_delta_options *given,
                                    spccl_delta_options *out);

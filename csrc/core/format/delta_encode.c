@@ -74,6 +74,51 @@ spccl_status sp_delta_check_source(const char *call, size_t number, const spccl_
     return SPCCL_OK;
 }
 
+/* An x or a base. */
+struct span {
+    const uint8_t *begin, *end;
+    size_t number; /* of its source */
+    bool is_base;
+};
+static int by_begin(const void *a, const void *b)
+{
+    const struct span *x = a, *y = b;
+    return (x->begin > y->begin) - (x->begin < y->begin);
+}
+
+spccl_status sp_delta_check_apart(const char *call, const spccl_delta_source *sources, size_t n)
+{
+    struct span *spans = malloc((2 * n + 1) * sizeof *spans);
+    const struct span *last[2] = {NULL, NULL}; /* that ends last, of x and of bases */
+    size_t n_spans = 0;
+    spccl_status st = SPCCL_OK;
+
+    if (spans == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "%s: %zu sources", call, n);
+    for (size_t i = 0; i < n; i++) {
+        const spccl_delta_source *s = &sources[i];
+        const uint8_t *x = s->x, *base = s->base;
+        if (s->n_elems == 0)
+            continue;
+        spans[n_spans++] = (struct span){x, x + s->n_elems * sp_dtype_bytes(s->x_dtype), i, false};
+        spans[n_spans++] = (struct span){base, base + s->n_elems * sp_dtype_bytes(s->dtype), i, true};
+    }
+    qsort(spans, n_spans, sizeof *spans, by_begin);
+    for (size_t i = 0; i < n_spans && st == SPCCL_OK; i++) {
+        const struct span *p = &spans[i];
+        for (int is_base = !p->is_base; is_base <= 1 && st == SPCCL_OK; is_base++)
+            if (last[is_base] != NULL && last[is_base]->end > p->begin)
+                st = SP_FAIL(
+                    SPCCL_ERR_ALIAS,
+                    "%s: sources[%zu].%s and sources[%zu].%s overlap, and options->old advances bases", call,
+                    p->number, p->is_base ? "base" : "x", last[is_base]->number, is_base ? "base" : "x");
+        if (last[p->is_base] == NULL || last[p->is_base]->end < p->end)
+            last[p->is_base] = p;
+    }
+    free(spans);
+    return st;
+}
+
 spccl_status sp_delta_read_options(const char *call, const spccl_delta_options *given,
                                    spccl_delta_options *out)
 {
@@ -210,6 +255,8 @@ spccl_status spccl_delta_encode(const spccl_delta_source *sources, size_t n_sour
         return SP_FAIL(SPCCL_ERR_ARG, "delta_encode: sources, dst, frames or out_bytes is NULL");
     for (size_t i = 0; i < n_sources; i++)
         SP_TRY(sp_delta_check_source("delta_encode", i, &sources[i], dst, dst_cap, &o));
+    if (o.old != NULL)
+        SP_TRY(sp_delta_check_apart("delta_encode", sources, n_sources));
     SP_TRY(sp_kernels_pick(&kernels));
     j = sp_alloc64(sp_align_up(sizeof *j, 64));
     if (j == NULL)

@@ -56,6 +56,8 @@ spccl_status spccl_cuda_delta_encode(const spccl_delta_source *sources, size_t n
         SP_TRY(sp_gpu_check_memory(call, "options->old", o.old, 8, device, "wanted memory of"));
     for (size_t i = 0; i < n_sources; i++)
         SP_TRY(check_source(&sources[i], i, dst, dst_cap, &o, device));
+    if (o.old != NULL)
+        SP_TRY(sp_delta_check_apart(call, sources, n_sources));
     SP_TRY(ops->capture_id(stream, &capture));
     if (capture != 0)
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED, "%s: the stream is being captured, and this call waits for it",
