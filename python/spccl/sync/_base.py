@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from spccl.errors import ArgumentError, OutOfMemoryError
 
-from . import delta
+from . import _staged, delta
 from ._tensors import Box, Model, Named, Tensors, boxes_of_model, flat
 from .manifest import Entry
 
@@ -107,6 +107,37 @@ class Base:
         """Wait until a GPU has written a live copy: the trainer may use it on any stream."""
         if self.is_live and tensors:
             delta.settle(tensors[0].device)
+
+
+class Follower:
+    """A group's base on its way to a version, beside the receivers: its change is checked while they stage, written
+    while they commit, and taken back if one of them fails. What fails here does not concern them: `error` is kept."""
+
+    def __init__(self, change: Callable[[], _staged.Change] | None, keep_old: bool):
+        self.change: _staged.Change | None = None
+        self.is_begun = False
+        self.error: BaseException | None = None
+        if change is not None:
+            try:
+                found = change()
+                found.check(keep_old=keep_old)
+                self.change = found
+            except Exception:
+                pass  # no memory for old values, for example: written after the last vote, without them
+            except BaseException as error:
+                self.error = error
+
+    def write(self) -> None:
+        if self.change is not None:
+            self.is_begun = True
+            try:
+                self.change.apply()
+            except BaseException as error:
+                self.error = error
+
+    def undo(self) -> None:
+        if self.is_begun:
+            self.change.undo()
 
 
 def _bytes(x: torch.Tensor) -> int:

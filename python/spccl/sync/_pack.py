@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -111,15 +111,18 @@ class Place:
 
 @dataclass(frozen=True)
 class PackedPlace(Place):
-    """A place that was checked and packed once. Its memory must stay where it is."""
+    """A place that was checked and packed once; so is each copy. Its memory must stay where it is."""
 
-    packed: bytes
+    packed: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "packed", _checked_place(self, self.dst.dtype, "place", self.dst.device))
 
     @staticmethod
     def of(p: Place, what: str) -> PackedPlace:
         """Args: what: for errors. Raises: ArgumentError, UnsupportedError, as the calls for a list of targets."""
-        packed = pack_place(p, p.dst.dtype, what, p.dst.device)
-        return PackedPlace(p.dst, p.row_elems, p.row_first, p.n_rows, p.col_first, p.n_cols, p.dst_row_elems, packed)
+        pack_place(p, p.dst.dtype, what, p.dst.device)
+        return PackedPlace(p.dst, p.row_elems, p.row_first, p.n_rows, p.col_first, p.n_cols, p.dst_row_elems)
 
 
 class Target(NamedTuple):
@@ -204,6 +207,10 @@ def pack_place(p: Place, dtype: torch.dtype, what: str, device: torch.device) ->
     """Memory outside of dst's storage is refused."""
     if type(p) is PackedPlace and p.dst.dtype == dtype and p.dst.device == device:
         return p.packed
+    return _checked_place(p, dtype, what, device)
+
+
+def _checked_place(p: Place, dtype: torch.dtype, what: str, device: torch.device) -> bytes:
     dense(p.dst, f"{what}.dst", device)
     numbers = (p.row_elems, p.row_first, p.n_rows, p.col_first, p.n_cols, p.dst_row_elems)
     if min(numbers) < 0 or max(numbers) > 2**62:

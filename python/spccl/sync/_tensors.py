@@ -14,6 +14,7 @@ from spccl._pruning.hook_state import plain_name
 from spccl.errors import ArgumentError, MismatchError, UnsupportedError
 
 from . import delta
+from ._pack import PackedPlace
 from .manifest import DTYPES, MASK, Entry
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class Box:
     """A place of a tensor at a receiver, and the sum of what lies there. `place.dst` has the dtype of the frames."""
 
     def __init__(self, entry: Entry, place: Place):
-        self.entry, self.place = entry, delta.PackedPlace.of(place, f"tensor {entry.name!r}: place")
+        self.entry, self.place = entry, PackedPlace.of(place, f"tensor {entry.name!r}: place")
         self.part = place.row_elems, place.row_first, place.n_rows, place.col_first, place.n_cols
         self.is_whole = place.n_rows * place.n_cols == entry.numel
         self.sum = 0

@@ -21,12 +21,11 @@ from spccl import _ext
 from spccl.errors import OutOfMemoryError, TimeoutError
 
 from . import _pack
-from ._pack import Frame, PackedPlace, PackedSources, Place, Source, Target
+from ._pack import Frame, PackedSources, Place, Source, Target
 
 __all__ = [
     "Frame",
     "Packed",
-    "PackedPlace",
     "PackedSources",
     "Place",
     "Source",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from spccl.errors import ArgumentError, Error, PeerError, StateError
 
 from . import _blob, _route, _staged
+from ._base import Follower
 from ._encode import Writer
 from ._group import LEAST_HEAD_BYTES, Group, Received, all_gpus
 from ._source import Source
@@ -31,37 +32,6 @@ class _Sent(NamedTuple):
     data: bytes
     sha256: str
     delta: torch.Tensor | None
-
-
-class _Follower:
-    """The base on its way to a version, beside the receivers: its change is checked while they stage, written while
-    they commit, and taken back if one of them fails. What fails here does not concern them: `error` is kept."""
-
-    def __init__(self, change: Callable[[], _staged.Change] | None):
-        self.change: _staged.Change | None = None
-        self.is_begun = False
-        self.error: BaseException | None = None
-        if change is not None:
-            try:
-                found = change()
-                found.check(keep_old=True)
-                self.change = found
-            except Exception:
-                pass  # no memory for old values, for example: written after the last vote, without them
-            except BaseException as error:
-                self.error = error
-
-    def write(self) -> None:
-        if self.change is not None:
-            self.is_begun = True
-            try:
-                self.change.apply()
-            except BaseException as error:
-                self.error = error
-
-    def undo(self) -> None:
-        if self.is_begun:
-            self.change.undo()
 
 
 class GroupPublisher(Publisher):
@@ -166,12 +136,12 @@ class GroupPublisher(Publisher):
         if anchor_first:
             self._send_anchor(manifest)
         follower = self._follower(writer, new)
-        group.vote("stage", version, None)
-        if not anchor_first:
-            self._send_anchor(manifest)
-        if not self._base.is_live:  # others may read a live copy: it shows no version that is taken back
-            follower.write()
         try:
+            group.vote("stage", version, None)
+            if not anchor_first:
+                self._send_anchor(manifest)
+            if not self._base.is_live:  # a live copy, which others may read, shows no version that is taken back
+                follower.write()
             group.vote("commit", version, None)
         except BaseException:
             self._stay(follower)
@@ -253,13 +223,14 @@ class GroupPublisher(Publisher):
             self._group.abort(f"{type(error).__name__}: {error}")  # receivers wait for the rest
             raise
 
-    def _follower(self, writer: Writer, new: _Sent) -> _Follower:
+    def _follower(self, writer: Writer, new: _Sent) -> Follower:
         is_small = self._have is not None and writer.kept is not None
         change = lambda: self._change_of_base(writer.kept, new.manifest, new.sha256)  # noqa: E731
-        return _Follower(change if is_small else None)
+        return Follower(change if is_small else None, keep_old=not self._base.is_live)
 
-    def _stay(self, follower: _Follower) -> None:
-        """The base is again what it was. If it cannot be, it is lost, and the next publish makes one of new weights."""
+    def _stay(self, follower: Follower) -> None:
+        """The base is again what it was. If it cannot be, it is lost, and the next publish makes one of new weights.
+        Raises: an interrupt that came while it was written."""
         have, sent, self._have, self._sent = self._have, self._sent, None, []
         try:
             follower.undo()
@@ -267,8 +238,10 @@ class GroupPublisher(Publisher):
             self.base = []
         else:
             self._have, self._sent = have, sent
+        if follower.error is not None and not isinstance(follower.error, Exception):
+            raise follower.error
 
-    def _advance_group(self, writer: Writer, new: _Sent, follower: _Follower) -> None:
+    def _advance_group(self, writer: Writer, new: _Sent, follower: Follower) -> None:
         """The base becomes what the receivers have now. If this fails, the next publish makes one of new weights."""
         before, sent = self._have, self._sent
         self._have, self._sent = None, []
@@ -285,7 +258,7 @@ class GroupPublisher(Publisher):
         while len(self._sent) > self.keep or self.stats()["kept_bytes"] > self.staging_bytes:
             del self._sent[0]
 
-    def _advance_base(self, writer: Writer, new: _Sent, follower: _Follower) -> None:
+    def _advance_base(self, writer: Writer, new: _Sent, follower: Follower) -> None:
         if not follower.is_begun:
             follower.write()
         if follower.error is not None:
