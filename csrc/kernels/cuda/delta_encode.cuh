@@ -198,7 +198,8 @@ __device__ __forceinline__ void sp_delta_close_list(sp_delta_shared<E> &s, const
 }
 
 // Put the changes of one unit per lane, elements `at` and on of the part that is scanned, into bits and lists. *n: entries of
-// the list; *advances: false once a list was too short, whose entries the base then has as before. is_whole: all 32 units may
+// the list. *advances becomes false when the list is too short: then the base has the old elements of this warp's part again,
+// and the rest stays. is_whole: all 32 units may
 // be written, two at a time: a sector of 32 bytes that is written whole need not be read.
 template <int E>
 __device__ __forceinline__ void sp_delta_list_unit(sp_delta_shared<E> &s, const sp_delta_piece &p,

@@ -1,7 +1,7 @@
 // delta_encode_cuda.cu - encoding of deltas on GPU memory. A scan reads x and base once. It writes the sections of slices
 // with few changes to the end of dst, in any order. When it is known where each slice belongs, these are copied there. Slices
-// with many changes are read a second time and written in place. Where bases advance, the scan writes them, and those of
-// slices that it does not stage get back what they were; a failure gives it back to all.
+// with many changes are read a second time and written in place. Where bases advance, the scan writes them. The base
+// of a slice that is not staged gets its old elements back at once, all bases get them back if the call fails.
 #include "core/contract/delta_gpu.h"
 #include "kernels/cuda/delta_encode.cuh"
 #include "kernels/cuda/delta_frames.cuh"

@@ -1,5 +1,5 @@
-// elem.cuh - one element on the GPU: access by size, and the arithmetic of each dtype; the array of a slice or
-// tile. The counterpart of the CPU's elem.h and reduce.h, with the same bits. The NaN rule is written out. float16 and bfloat16 are
+// elem.cuh - one element on the GPU: access by size, and the arithmetic of each dtype; the array of a slice or tile. The
+// counterpart of the CPU's elem.h and reduce.h, with the same bits. The NaN rule is written out. float16 and bfloat16 are
 // converted by the functions of dtype.h, or by the hardware where no NaN occurs.
 #ifndef SP_ELEM_CUH
 #define SP_ELEM_CUH

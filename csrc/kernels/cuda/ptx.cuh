@@ -64,7 +64,8 @@ __device__ __forceinline__ void sp_store16_non_temporal(void *p, uint4 v)
                  : "memory");
 }
 
-// From data that nobody writes meanwhile, and that is read once: leave the L1 cache to other data.
+// From data that is read once, before anybody writes it: leave the L1 cache to other data. It may return what the bytes
+// were when the kernel began.
 __device__ __forceinline__ uint4 sp_load16_once(const void *p)
 {
     uint4 v;
