@@ -1,5 +1,5 @@
-"""One-sided channels on real GPUs: the programs of examples/channels, compiled by nvcc. Packets and the program from
-Python have not run on hardware yet.
+"""One-sided channels on real GPUs: the programs of examples/channels, compiled by nvcc, and from Python and
+Triton.
 
 Rank r is on GPU r modulo their number, so one GPU is enough.
 """
