@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from spccl.errors import ArgumentError, OutOfMemoryError
+from spccl.errors import ArgumentError, Error, OutOfMemoryError
 
 from . import _staged, delta
 from ._tensors import Box, Model, Named, Tensors, boxes_of_model, flat
@@ -122,10 +122,11 @@ class Follower:
                 found = change()
                 found.check(keep_old=keep_old)
                 self.change = found
-            except Exception:
-                pass  # no memory for old values, for example: written after the last vote, without them
             except BaseException as error:
-                self.error = error
+                # Without memory for old values (torch: a plain RuntimeError) the base is written after the last vote.
+                is_memory = isinstance(error, (OutOfMemoryError, MemoryError))
+                is_memory |= isinstance(error, RuntimeError) and not isinstance(error, Error)
+                self.error = None if is_memory else error
 
     def write(self) -> None:
         if self.change is not None:

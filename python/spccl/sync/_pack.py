@@ -24,21 +24,12 @@ _NUMBERS = {
     torch.uint8: 10,
     torch.bool: 10,
 }
-
-
 _FLOAT8 = 5
-
-
 MASK = 2**64 - 1
-
 
 # The structs of spccl.h: spccl_delta_source, spccl_delta_target, spccl_delta_place.
 _SOURCE = struct.Struct("<QQQQiiQ")
-
-
 TARGET = struct.Struct("<QQQQQQQiI")
-
-
 _PLACE = struct.Struct("<QQQQQQQ")
 
 
