@@ -86,11 +86,11 @@ static spccl_status upload(const char *call, const spccl_delta_target *targets, 
     uint8_t *memory, *p;
     spccl_status st;
     SP_TRY(lay_out(call, targets, n, &l));
-    memory = sp_calloc(1, l.bytes);
+    memory = sp_calloc(1, l.slices); /* `open` writes the slices */
     if (memory == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "%s: %zu bytes of host memory", call, l.bytes);
+        return SP_FAIL(SPCCL_ERR_NOMEM, "%s: %zu bytes of host memory", call, l.slices);
     fill(memory, &l, targets, n);
-    st = sp_gpu_ops_here()->upload(plan->device, memory, l.bytes, &plan->memory);
+    st = sp_gpu_ops_here()->upload(plan->device, memory, l.slices, l.bytes, &plan->memory);
     sp_free(memory);
     SP_TRY(st);
     p = plan->memory;

@@ -93,7 +93,7 @@ static spccl_status upload(const char *call, spccl_prune_plan *p)
         p->n_covered += n_elems;
         p->n_whole += p->segments[i].prune.whole != 0 ? n_elems : 0;
     }
-    st = sp_gpu_ops_here()->upload(p->device, table, bytes, &on_gpu);
+    st = sp_gpu_ops_here()->upload(p->device, table, bytes, bytes, &on_gpu);
     p->table = on_gpu;
     sp_free(table);
     return st;

@@ -54,8 +54,7 @@ spccl_status sp_cuda_memory_import(int ordinal, const uint8_t *handle, int fd, s
                                    sp_gpu_memory **out);
 void *sp_cuda_memory_address(const sp_gpu_memory *m);
 void sp_cuda_memory_destroy(sp_gpu_memory *m);
-/* Allocate memory of a GPU and copy `host` to it; waits for the copy. The caller frees it with cudaFree. */
-spccl_status sp_cuda_upload(int ordinal, const void *host, size_t bytes, void **out);
+spccl_status sp_cuda_upload(int ordinal, const void *host, size_t bytes, size_t capacity, void **out);
 
 /* device_cuda.c */
 spccl_status sp_cuda_enter(int ordinal, int *before);

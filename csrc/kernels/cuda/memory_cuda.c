@@ -123,13 +123,13 @@ spccl_status sp_cuda_read(void *host, const void *device, size_t bytes)
     return with_own_stream(copy, &c, "cudaMemcpyAsync");
 }
 
-spccl_status sp_cuda_upload(int ordinal, const void *host, size_t bytes, void **out)
+spccl_status sp_cuda_upload(int ordinal, const void *host, size_t bytes, size_t capacity, void **out)
 {
     struct copy c = {.from = host, .bytes = bytes, .kind = cudaMemcpyHostToDevice};
     spccl_status st;
     int before;
     SP_TRY(sp_cuda_enter(ordinal, &before));
-    st = sp_cuda_check(cudaMalloc(&c.to, bytes), "cudaMalloc");
+    st = sp_cuda_check(cudaMalloc(&c.to, capacity), "cudaMalloc");
     if (st == SPCCL_OK) {
         st = with_own_stream(copy, &c, "cudaMemcpyAsync");
         if (st == SPCCL_OK)

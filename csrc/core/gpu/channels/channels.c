@@ -172,7 +172,7 @@ static spccl_status make_window(spccl_channels *c)
     zeros = sp_calloc(1, c->layout.bytes);
     if (zeros == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "%" PRIu64 " bytes", c->layout.bytes);
-    st = g->ops->upload(g->device.ordinal, zeros, c->layout.bytes, &device);
+    st = g->ops->upload(g->device.ordinal, zeros, c->layout.bytes, c->layout.bytes, &device);
     sp_free(zeros);
     if (st == SPCCL_OK)
         c->state_device = device;

@@ -161,7 +161,7 @@ static spccl_status open_memory(sp_proxies *r)
     zeros = sp_calloc(1, seen_bytes);
     if (zeros == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "%zu bytes", seen_bytes);
-    st = g->ops->upload(g->device.ordinal, zeros, seen_bytes, &device);
+    st = g->ops->upload(g->device.ordinal, zeros, seen_bytes, seen_bytes, &device);
     sp_free(zeros);
     if (st == SPCCL_OK)
         r->area.seen = device;
