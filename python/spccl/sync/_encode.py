@@ -19,7 +19,7 @@ Write = Callable[[str, dict[str, torch.Tensor], tuple[int, ...]], File]  # a del
 SLICE_ELEMS = 1 << 16  # of a frame; parts are of whole slices
 PART_ELEMS, N_PARTS = 1 << 22, 4096  # parts are of the first, or larger: so many of a model
 BASE_BYTES = 256 << 20  # of a base in host memory, copied to a GPU at a time
-GPU_PART_ELEMS, GPU_N_PARTS = 1 << 24, 512  # a part costs the host about what a GPU needs for a million elements
+GPU_PART_ELEMS, GPU_N_PARTS = 1 << 26, 512  # each part costs the hosts about 20 us
 
 
 def sum_of(x: torch.Tensor, key: int) -> int:
