@@ -134,7 +134,7 @@ def over_group(args: argparse.Namespace) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    dist.init_process_group(f"cpu:{args.cpu_backend},cuda:nccl" if on_gpu else args.cpu_backend)
     generator = torch.Generator(device).manual_seed(1)
     n = max(1, round(args.gb * 1e9 / (2 * ROWS * COLUMNS)))
     weights = [torch.rand(ROWS, COLUMNS, device=device, generator=generator).bfloat16() for _ in range(n)]
@@ -177,7 +177,8 @@ def over_group(args: argparse.Namespace) -> None:
         require("weight sync", weights, news)
         dense.append(timed(lambda: [dist.broadcast(w, 0) for w in weights]))
     if rank == 0:
-        of = f"{n_ranks - 1} receivers, {n * ROWS * COLUMNS * 2 / 1e9:.2f} GB, {args.changed:.2%} changed"
+        gb = n * ROWS * COLUMNS * 2 / 1e9
+        of = f"votes over {args.cpu_backend}, {n_ranks - 1} receivers, {gb:.2f} GB, {args.changed:.2%} changed"
         name = torch.cuda.get_device_name() if on_gpu else "CPU"
         print(f"{name}, {of}, {one.stats()['delta_bytes'] / 1e6:.1f} MB sent to each")
         rows = [("publish, apply; base in it", ours), ("base, after the vote", base), ("dense broadcast", dense)]
@@ -203,6 +204,7 @@ def main() -> None:
     p.add_argument("--changed", type=float, default=0.01)
     p.add_argument("--peer", type=Path)
     p.add_argument("--csv", type=Path)
+    p.add_argument("--cpu-backend", choices=["spccl", "gloo"], default="spccl", help="for manifests and votes")
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: under torchrun only")
     args = p.parse_args()
     if "RANK" in os.environ:
