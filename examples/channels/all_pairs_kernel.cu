@@ -102,6 +102,8 @@ __global__ static void all_pairs(const __grid_constant__ all_pairs_args a)
     x.half = uses % 2 * ALL_PAIRS_WINDOW_BYTES(j.n_elems, j.world_size) / 2;
     x.thread = blockIdx.x * blockDim.x + threadIdx.x;
     x.n_threads = gridDim.x * blockDim.x;
+    if (x.thread == 0)
+        *j.ok = 0;
     bool ok = give_parts(a, x) && add_shard(a, x) && take_sums(a, x);
     // All blocks have read *uses. Other blocks that wait here for one that has failed end too.
     if (!__syncthreads_and(ok) || !spccl_sync_blocks(a.channels[j.rank == 0], gridDim.x))
@@ -117,11 +119,9 @@ extern "C" cudaError_t all_pairs_all_reduce(const spccl_memory_channel *channels
 {
     all_pairs_args args = {};
     void *params[] = {&args};
-    cudaError_t e = cudaMemsetAsync(job->ok, 0, sizeof *job->ok, stream);
     for (int p = 0; p < job->world_size; p++)
         if (p != job->rank)
             args.channels[p] = channels[p];
     args.job = *job;
-    return e != cudaSuccess ? e
-                            : cudaLaunchKernel(all_pairs, dim3(N_BLOCKS), dim3(N_THREADS), params, 0, stream);
+    return cudaLaunchKernel(all_pairs, dim3(N_BLOCKS), dim3(N_THREADS), params, 0, stream);
 }
