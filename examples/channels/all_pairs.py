@@ -84,6 +84,21 @@ class Gpu:
         self.call("cudaMemcpyAsync", c_void_p(to), c_void_p(source), c_size_t(n_bytes), c_int(kind), self.stream)
 
 
+def window_bytes(n_elems: int, n_ranks: int) -> int:
+    """ALL_PAIRS_WINDOW_BYTES: the window of an all-reduce of n_elems float32."""
+    shard = (n_elems // 2 + n_ranks - 1) // n_ranks  # ALL_PAIRS_SHARD
+    return 4 * n_ranks * shard * 16
+
+
+def to_peers(channels: Channels, comm: spccl.Communicator) -> ctypes.Array[MemoryChannel]:
+    """Channel number 0 to each peer, by rank."""
+    to = (MemoryChannel * RANKS_MAX)()
+    for peer in range(comm.world_size):
+        if peer != comm.rank:
+            to[peer] = channels.memory_channel(peer)
+    return to
+
+
 def all_reduce(comm: spccl.Communicator, gpu: Gpu) -> int:
     """Add arrays over all ranks by one kernel. Returns the number of wrong elements."""
     n, rank, n_bytes, n_wrong = comm.world_size, comm.rank, 4 * N_ELEMS, 0
@@ -91,12 +106,8 @@ def all_reduce(comm: spccl.Communicator, gpu: Gpu) -> int:
     x = (ctypes.c_float * N_ELEMS).from_address(host)
     words = gpu.memory(8)
     job = AllPairsJob(gpu.memory(n_bytes), gpu.memory(n_bytes), N_ELEMS, rank, n, words, words + 4)
-    shard = (N_ELEMS // 2 + n - 1) // n  # ALL_PAIRS_SHARD
-    with Channels(comm, 4 * n * shard * 16) as channels:  # ALL_PAIRS_WINDOW_BYTES
-        to = (MemoryChannel * RANKS_MAX)()
-        for peer in range(n):
-            if peer != rank:
-                to[peer] = channels.memory_channel(peer)
+    with Channels(comm, window_bytes(N_ELEMS, n)) as channels:
+        to = to_peers(channels, comm)
         for launch in range(N_LAUNCHES):
             x[:] = [float((rank + 1) * (i % 100) + launch) for i in range(N_ELEMS)]
             gpu.copy(job.in_, host, n_bytes, TO_GPU)
