@@ -11,6 +11,7 @@
 #   pruned    a captured DDP step, then bench/ddp_exchange.py: dense, pruned, momentum in 5 turns, with memory
 #   hosts     a step of GPT-2 XL, half of the GPUs as one host, half as another, TCP between them: pruned, dense
 #   weights   deltas of 14 GB of weights from one GPU to the others, against NCCL's broadcast of all
+#   packets   all-reduces of 1 to 64 KiB with packets, against NCCL: on 2, 4 or 8 GPUs
 # Options:
 #   --gpus G        for bench, soak, verify (def.: all)    --minutes N   length of the soak (default 1)
 #   --seconds S     budget of the bench (default 180)      --limit S     limit of every stage, in place of its own
@@ -44,7 +45,7 @@ while (($#)); do
         printf -v "$name" %s "$2"
         shift 2
         ;;
-    ctest | sanitize | pytest | bench | soak | figure | verify | micro | delta | pruned | hosts | weights) stages+=("$1") && shift ;;
+    ctest | sanitize | pytest | bench | soak | figure | verify | micro | delta | pruned | hosts | weights | packets) stages+=("$1") && shift ;;
     -h | --help) usage 0 ;;
     *) echo "gpu.sh: $1: unknown stage or option" >&2; usage 2 >&2 ;;
     esac
@@ -163,6 +164,11 @@ run_weights() {
         --csv "$out/weights.csv"
 }
 
+run_packets() {
+    "$python" -m torch.distributed.run --standalone --nproc-per-node "$(n_gpus)" bench/packets.py \
+        --csv "$out/packets.csv"
+}
+
 run_verify() {
     "$python" -m spccl verify --device cuda ${gpus:+--ranks "$gpus"}
 }
@@ -190,6 +196,7 @@ own_limit() {
     delta) echo 240 ;;
     pruned) echo 290 ;;
     hosts | weights) echo 240 ;;
+    packets) echo 120 ;;
     esac
 }
 
@@ -202,6 +209,7 @@ note() {
     pruned) grep -E '^round .*(dense|pruned), ' "$2" | tail -2 | cut -c1-95 | tr '\n' ';' ;;
     delta) grep -E '^(encode|base update) .* 1\.00%' "$2" | sed -E 's/ +/ /g' | tr '\n' ';' ;;
     weights) grep ' ms (' "$2" | sed -E 's/ +/ /g' | tr '\n' ';' ;;
+    packets) grep -E '^ *(1024|65536) B, graph' "$2" | sed -E 's/ \(.*//; s/, graph,//; s/ +/ /g' | tr '\n' ';' ;;
     micro) grep 'GB/s' "$2" | sed -E 's/ +[0-9.]+ us +/ /' | tr '\n' ';' ;;
     *) tail -1 "$2" ;;
     esac | tr '\n' ' ' | cut -c1-200
