@@ -51,6 +51,8 @@ while (($#)); do
     esac
 done
 ((${#stages[@]})) || usage 2 >&2
+tests=OFF # C tests and micro-benchmarks, for the stages that need them
+[[ " ${stages[*]} " =~ \ (ctest|sanitize|pytest|micro|delta)\  ]] && tests=ON
 mkdir -p "$out" "$build"
 if [[ -z ${SPCCL_COMMIT:-} ]]; then
     SPCCL_COMMIT=$(git describe --always --dirty --abbrev=12 --exclude='*' 2>/dev/null) || SPCCL_COMMIT=unknown
@@ -62,7 +64,7 @@ export SPCCL_COMMIT
 run_build() {
     local version
     cmake -S . -B "$build" -G Ninja -DSPCCL_BUILD_PYTHON=ON -DSPCCL_PREBUILD_TORCH=ON -DSPCCL_CUDA=ON \
-        -DSPCCL_CUDA_ARCHS="${ARCHS:-90-real}" -DCMAKE_CUDA_FLAGS=-lineinfo -DPython_EXECUTABLE="$(command -v "$python")" &&
+        -DSPCCL_BUILD_TESTS=$tests -DSPCCL_CUDA_ARCHS="${ARCHS:-90-real}" -DCMAKE_CUDA_FLAGS=-lineinfo -DPython_EXECUTABLE="$(command -v "$python")" &&
         cmake --build "$build" -j "$(nproc)" || return 1
     rm -rf "$site" && cmake --install "$build" --prefix "$site" && cp -r python/spccl/* "$site/spccl/" || return 1
     version=$(sed -n 's/^#define SPCCL_VERSION_TEXT "\(.*\)"$/\1/p' csrc/spccl.h)
@@ -223,7 +225,7 @@ run_stage() {
     (
         # In a new shell, so that `timeout` covers functions and ends the whole process group.
         export -f "run_$stage" n_gpus
-        export python build site out gpus minutes seconds only bench_args
+        export python build site out gpus minutes seconds only bench_args tests
         [[ $stage == build ]] || export PYTHONPATH=$site
         exec timeout -k 15 "$seconds_limit" bash -uo pipefail -c 'run_"$0" "$1"' "$stage" "$((seconds_limit > 30 ? seconds_limit - 15 : seconds_limit))"
     ) >"$log" 2>&1 </dev/null
