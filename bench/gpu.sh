@@ -64,7 +64,8 @@ export SPCCL_COMMIT
 run_build() {
     local version
     cmake -S . -B "$build" -G Ninja -DSPCCL_BUILD_PYTHON=ON -DSPCCL_PREBUILD_TORCH=ON -DSPCCL_CUDA=ON \
-        -DSPCCL_BUILD_TESTS=$tests -DSPCCL_CUDA_ARCHS="${ARCHS:-90-real}" -DCMAKE_CUDA_FLAGS=-lineinfo -DPython_EXECUTABLE="$(command -v "$python")" &&
+        -DSPCCL_BUILD_TESTS=$tests -DSPCCL_CUDA_ARCHS="${ARCHS:-90-real}" -DCMAKE_CUDA_FLAGS=-lineinfo \
+        -DPython_EXECUTABLE="$(command -v "$python")" &&
         cmake --build "$build" -j "$(nproc)" || return 1
     rm -rf "$site" && cmake --install "$build" --prefix "$site" && cp -r python/spccl/* "$site/spccl/" || return 1
     version=$(sed -n 's/^#define SPCCL_VERSION_TEXT "\(.*\)"$/\1/p' csrc/spccl.h)
