@@ -84,12 +84,10 @@ class Bench:
     def systems(self, n_elems: int, channels: Channels) -> list[System]:
         """All systems, packets first."""
         source, target = torch.zeros(2, n_elems, device="cuda")
-        words = torch.zeros(2, dtype=torch.int32, device="cuda")
+        uses = torch.zeros(all_pairs.BLOCKS_MAX, dtype=torch.int32, device="cuda")
         to = all_pairs.to_peers(channels, self.comm)
         pointers = source.data_ptr(), target.data_ptr()
-        job = all_pairs.AllPairsJob(
-            *pointers, n_elems, self.comm.rank, self.comm.world_size, words.data_ptr(), words.data_ptr() + 4
-        )
+        job = all_pairs.AllPairsJob(*pointers, n_elems, self.comm.rank, self.comm.world_size, uses.data_ptr())
 
         def call() -> None:
             stream = torch.cuda.current_stream().cuda_stream
@@ -97,7 +95,7 @@ class Bench:
             if error != 0:
                 raise RuntimeError(f"all_pairs_all_reduce: CUDA error {error}")
 
-        systems = [System("packets", source, target, call, words)]
+        systems = [System("packets", source, target, call, uses)]
         for name, (group, memory) in self._peers.items():
             x = memory[:n_elems]
             systems.append(System(name, x, x, lambda x=x, group=group: dist.all_reduce(x, group=group)))

@@ -66,16 +66,15 @@ static void use_channels(struct rank *r, spccl_comm *comm)
     spccl_channels_config config = SPCCL_CHANNELS_CONFIG_INIT;
     spccl_channels *channels = NULL;
     spccl_memory_channel to[ALL_PAIRS_RANKS_MAX];
-    struct all_pairs_job job = {NULL, NULL, N_ELEMS, r->rank, r->world_size, NULL, NULL};
+    struct all_pairs_job job = {NULL, NULL, N_ELEMS, r->rank, r->world_size, NULL};
     float *in = NULL;
     cudaStream_t stream;
     check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), r, "stream");
     check_cuda(cudaMalloc((void **)&in, BYTES), r, "memory");
     check_cuda(cudaMalloc((void **)&job.out, BYTES), r, "memory");
-    check_cuda(cudaMalloc((void **)&job.uses, 2 * sizeof *job.uses), r, "memory");
-    check_cuda(cudaMemsetAsync(job.uses, 0, 2 * sizeof *job.uses, stream), r, "memory");
+    check_cuda(cudaMalloc((void **)&job.uses, ALL_PAIRS_BLOCKS_MAX * sizeof *job.uses), r, "memory");
+    check_cuda(cudaMemsetAsync(job.uses, 0, ALL_PAIRS_BLOCKS_MAX * sizeof *job.uses, stream), r, "memory");
     job.in = in;
-    job.ok = job.uses + 1;
 
     config.window_bytes = ALL_PAIRS_WINDOW_BYTES(N_ELEMS, (uint64_t)r->world_size);
     check(spccl_channels_create(comm, &config, &channels), r, "channels");

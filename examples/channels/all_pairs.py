@@ -23,6 +23,7 @@ N_ELEMS = 4096  # 16 KiB
 N_LAUNCHES = 3
 BLOCK_BYTES = 4096
 RANKS_MAX = 8
+BLOCKS_MAX = 32
 TO_GPU, FROM_GPU = 1, 2
 
 
@@ -36,7 +37,6 @@ class AllPairsJob(ctypes.Structure):
         ("rank", c_int),
         ("world_size", c_int),
         ("uses", c_void_p),
-        ("ok", c_void_p),
     )
 
 
@@ -86,8 +86,7 @@ class Gpu:
 
 def window_bytes(n_elems: int, n_ranks: int) -> int:
     """ALL_PAIRS_WINDOW_BYTES: the window of an all-reduce of n_elems float32."""
-    shard = (n_elems // 2 + n_ranks - 1) // n_ranks  # ALL_PAIRS_SHARD
-    return 4 * n_ranks * shard * 16
+    return 2 * n_ranks * (n_elems // 2) * 16
 
 
 def to_peers(channels: Channels, comm: spccl.Communicator) -> ctypes.Array[MemoryChannel]:
@@ -104,8 +103,7 @@ def all_reduce(comm: spccl.Communicator, gpu: Gpu) -> int:
     n, rank, n_bytes, n_wrong = comm.world_size, comm.rank, 4 * N_ELEMS, 0
     host = gpu.pinned(n_bytes)
     x = (ctypes.c_float * N_ELEMS).from_address(host)
-    words = gpu.memory(8)
-    job = AllPairsJob(gpu.memory(n_bytes), gpu.memory(n_bytes), N_ELEMS, rank, n, words, words + 4)
+    job = AllPairsJob(gpu.memory(n_bytes), gpu.memory(n_bytes), N_ELEMS, rank, n, gpu.memory(4 * BLOCKS_MAX))
     with Channels(comm, window_bytes(N_ELEMS, n)) as channels:
         to = to_peers(channels, comm)
         for launch in range(N_LAUNCHES):

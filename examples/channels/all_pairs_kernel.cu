@@ -3,115 +3,66 @@
 
 #include <spccl_device.cuh>
 
-constexpr unsigned N_BLOCKS = 4, N_THREADS = 256;
+constexpr unsigned N_THREADS = 256;
 
 struct all_pairs_args {
     spccl_memory_channel channels[ALL_PAIRS_RANKS_MAX];
     all_pairs_job job;
 };
 
-// One thread of the kernel: what it takes part in.
-struct part {
-    uint32_t flag;
-    uint64_t half;          // where this use's half of every window begins
-    uint64_t shard, packet; // packets of a shard; first packet of this rank's shard
-    uint32_t thread, n_threads;
-};
-
-// Bytes of the elements in rank p's shard.
-__device__ static uint64_t bytes_of(const all_pairs_job &j, const part &x, int p)
+// Where packet i of a rank comes in the windows of its peers.
+__device__ static uint64_t place(const all_pairs_job &j, uint32_t uses, int rank, uint64_t i)
 {
-    uint64_t n = j.n_elems / 2, first = (uint64_t)p * x.shard;
-    return first >= n ? 0 : (n - first < x.shard ? n - first : x.shard) * 8;
+    uint64_t half = uses % 2;
+    return ((half * j.world_size + rank) * (j.n_elems / 2) + i) * 16;
 }
 
-// Where in a window the part of rank r of the owner's shard comes, and the sum of owner r.
-__device__ static uint64_t part_off(const part &x, int r)
+// Put packet i of this rank to all peers.
+__device__ static bool put(const all_pairs_args &a, uint32_t uses, uint64_t i)
 {
-    return x.half + (uint64_t)r * x.shard * 16;
-}
-__device__ static uint64_t sum_off(const all_pairs_job &j, const part &x, int r)
-{
-    return part_off(x, j.world_size + r);
-}
-
-// Give each owner this rank's part of its shard.
-__device__ static bool give_parts(const all_pairs_args &a, const part &x)
-{
+    const all_pairs_job &j = a.job;
+    uint2 v = ((const uint2 *)j.in)[i];
     bool ok = true;
-    for (int p = 0; p < a.job.world_size; p++)
-        if (p != a.job.rank)
-            ok &= spccl_put_packets(a.channels[p], part_off(x, a.job.rank),
-                                    a.job.in + (uint64_t)p * x.shard * 2, bytes_of(a.job, x, p), x.thread,
-                                    x.n_threads, x.flag);
+    for (int p = 0; p < j.world_size; p++)
+        if (p != j.rank)
+            ok &= spccl_put_packet(a.channels[p], place(j, uses, j.rank, i), v, uses + 1); // never 0
     return ok;
 }
 
-// Add packet i of this rank's shard over all ranks, in their order.
-__device__ static bool add(const all_pairs_args &a, const part &x, uint64_t i, uint2 *sum)
+// Add packet i of all ranks, in their order.
+__device__ static bool add(const all_pairs_args &a, uint32_t uses, uint64_t i)
 {
+    const all_pairs_job &j = a.job;
     float low = 0, high = 0;
-    for (int r = 0; r < a.job.world_size; r++) {
-        uint2 v = ((const uint2 *)a.job.in)[x.packet + i];
-        if (r != a.job.rank && !spccl_get_packet(a.channels[r], &v, part_off(x, r) + i * 16, x.flag))
+    for (int r = 0; r < j.world_size; r++) {
+        uint2 v;
+        if (r == j.rank)
+            v = ((const uint2 *)j.in)[i];
+        else if (!spccl_get_packet(a.channels[r], &v, place(j, uses, r, i), uses + 1))
             return false;
         low += __uint_as_float(v.x);
         high += __uint_as_float(v.y);
     }
-    sum->x = __float_as_uint(low);
-    sum->y = __float_as_uint(high);
+    ((uint2 *)j.out)[i] = {__float_as_uint(low), __float_as_uint(high)};
     return true;
 }
 
-// Add this rank's shard, and give the sum to all.
-__device__ static bool add_shard(const all_pairs_args &a, const part &x)
-{
-    for (uint64_t i = x.thread; i < bytes_of(a.job, x, a.job.rank) / 8; i += x.n_threads) {
-        uint2 sum;
-        if (!add(a, x, i, &sum))
-            return false;
-        ((uint2 *)a.job.out)[x.packet + i] = sum;
-        for (int p = 0; p < a.job.world_size; p++)
-            if (p != a.job.rank &&
-                !spccl_put_packet(a.channels[p], sum_off(a.job, x, a.job.rank) + i * 16, sum, x.flag))
-                return false;
-    }
-    return true;
-}
-
-__device__ static bool take_sums(const all_pairs_args &a, const part &x)
-{
-    bool ok = true;
-    for (int p = 0; p < a.job.world_size && ok; p++)
-        if (p != a.job.rank)
-            ok = spccl_get_packets(a.channels[p], a.job.out + (uint64_t)p * x.shard * 2, sum_off(a.job, x, p),
-                                   bytes_of(a.job, x, p), x.thread, x.n_threads, x.flag);
-    return ok;
-}
-
-// A rank that has all packets of a use knows that each peer it puts to has ended the use before. So two halves suffice,
-// and nobody signals that a half may be overwritten.
+// On every rank the same thread of the grid puts and reads packet i. In use n + 1 it overwrites what it put in use n - 1.
+// By then it has read all peers' packets of use n, which their threads put after they had read those of use n - 1. So two
+// halves suffice, and nobody signals that a half may be overwritten. Blocks do not meet, so each counts its own uses.
 __global__ static void all_pairs(const __grid_constant__ all_pairs_args a)
 {
-    const all_pairs_job &j = a.job;
-    uint32_t uses = *j.uses;
-    part x;
-    x.flag = uses + 1; // never 0
-    x.shard = ALL_PAIRS_SHARD(j.n_elems, j.world_size);
-    x.packet = (uint64_t)j.rank * x.shard;
-    x.half = uses % 2 * ALL_PAIRS_WINDOW_BYTES(j.n_elems, j.world_size) / 2;
-    x.thread = blockIdx.x * blockDim.x + threadIdx.x;
-    x.n_threads = gridDim.x * blockDim.x;
-    if (x.thread == 0)
-        *j.ok = 0;
-    bool ok = give_parts(a, x) && add_shard(a, x) && take_sums(a, x);
-    // All blocks have read *uses. Other blocks that wait here for one that has failed end too.
-    if (!__syncthreads_and(ok) || !spccl_sync_blocks(a.channels[j.rank == 0], gridDim.x))
-        return;
-    if (x.thread == 0) {
-        *j.uses = uses == 0xfffffffdu ? 0 : uses + 1; // an even number of uses: a flag keeps its half
-        *j.ok = 1;
-    }
+    uint64_t n = a.job.n_elems / 2, step = gridDim.x * blockDim.x;
+    uint64_t first = blockIdx.x * blockDim.x + threadIdx.x;
+    uint32_t *counter = &a.job.uses[blockIdx.x], uses = *counter;
+    bool ok = true;
+    for (uint64_t i = first; i < n; i += step)
+        ok &= put(a, uses, i);
+    for (uint64_t i = first; i < n && ok; i += step)
+        ok = add(a, uses, i);
+    // All threads of the block have read the counter. It takes an even number of values, so a flag keeps its half.
+    if (__syncthreads_and(ok) && threadIdx.x == 0)
+        *counter = uses == 0xfffffffdu ? 0 : uses + 1;
 }
 
 extern "C" cudaError_t all_pairs_all_reduce(const spccl_memory_channel *channels,
@@ -119,9 +70,12 @@ extern "C" cudaError_t all_pairs_all_reduce(const spccl_memory_channel *channels
 {
     all_pairs_args args = {};
     void *params[] = {&args};
+    uint64_t n_blocks = (job->n_elems / 2 + N_THREADS - 1) / N_THREADS;
+    if (n_blocks > ALL_PAIRS_BLOCKS_MAX)
+        n_blocks = ALL_PAIRS_BLOCKS_MAX;
     for (int p = 0; p < job->world_size; p++)
         if (p != job->rank)
             args.channels[p] = channels[p];
     args.job = *job;
-    return cudaLaunchKernel(all_pairs, dim3(N_BLOCKS), dim3(N_THREADS), params, 0, stream);
+    return cudaLaunchKernel(all_pairs, dim3((unsigned)n_blocks), dim3(N_THREADS), params, 0, stream);
 }
