@@ -48,7 +48,6 @@ class RingJob(ctypes.Structure):
         ("out", c_void_p),
         ("block_bytes", c_uint64),
         ("world_size", c_int),
-        ("ok", c_void_p),
     )
 
 
@@ -123,7 +122,7 @@ def all_gather(comm: spccl.Communicator, gpu: Gpu) -> int:
     host = gpu.pinned(n * BLOCK_BYTES)
     x = (ctypes.c_uint8 * (n * BLOCK_BYTES)).from_address(host)
     x[:BLOCK_BYTES] = [50 * rank + i % 40 + 1 for i in range(BLOCK_BYTES)]
-    job = RingJob(gpu.memory(BLOCK_BYTES), gpu.memory(n * BLOCK_BYTES), BLOCK_BYTES, n, gpu.memory(4))
+    job = RingJob(gpu.memory(BLOCK_BYTES), gpu.memory(n * BLOCK_BYTES), BLOCK_BYTES, n)
     with Channels(comm, 4 * BLOCK_BYTES, kind="port", n_per_peer=2) as channels:
         following = channels.port_channel((rank + 1) % n, int(rank + 1 == n))
         previous = channels.port_channel((rank - 1) % n, int(rank == 0))

@@ -68,14 +68,13 @@ static void gather(struct rank *r, spccl_comm *comm)
 {
     spccl_channels_config config = SPCCL_CHANNELS_CONFIG_INIT;
     spccl_channels *channels = NULL;
-    struct ring_job job = {NULL, NULL, BLOCK_BYTES, r->world_size, NULL};
+    struct ring_job job = {NULL, NULL, BLOCK_BYTES, r->world_size};
     uint8_t *block_d = NULL;
     cudaStream_t stream;
     size_t bytes = BLOCK_BYTES * (size_t)r->world_size;
     check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), r, "stream");
     check_cuda(cudaMalloc((void **)&block_d, BLOCK_BYTES), r, "memory");
     check_cuda(cudaMalloc(&job.out, bytes), r, "memory");
-    check_cuda(cudaMalloc((void **)&job.ok, sizeof *job.ok), r, "memory");
 
     config.kind = r->is_port ? SPCCL_CHANNEL_PORT : SPCCL_CHANNEL_MEMORY;
     config.window_bytes = r->is_port ? RING_PORT_WINDOW_BYTES(BLOCK_BYTES) : RING_WINDOW_BYTES(BLOCK_BYTES);
@@ -91,7 +90,6 @@ static void gather(struct rank *r, spccl_comm *comm)
     check_cuda(cudaStreamDestroy(stream), r, "stream");
     check_cuda(cudaFree(block_d), r, "memory");
     check_cuda(cudaFree(job.out), r, "memory");
-    check_cuda(cudaFree(job.ok), r, "memory");
 }
 
 static void *run(void *arg)

@@ -73,8 +73,6 @@ template <class CHANNEL> __global__ static void all_gather(const __grid_constant
     for (int s = n - 1 < 2 ? n - 1 : 2; s > 0; s--)
         if (!wait_together(a.next))
             return;
-    if (threadIdx.x == 0)
-        *a.job.ok = 1;
 }
 
 template <class CHANNEL>
@@ -82,9 +80,7 @@ static cudaError_t launch(CHANNEL next, CHANNEL previous, const ring_job *job, c
 {
     ring_args<CHANNEL> args = {next, previous, *job};
     void *params[] = {&args};
-    cudaError_t e = cudaMemsetAsync(job->ok, 0, sizeof *job->ok, stream);
-    return e != cudaSuccess ? e
-                            : cudaLaunchKernel(all_gather<CHANNEL>, dim3(1), dim3(256), params, 0, stream);
+    return cudaLaunchKernel(all_gather<CHANNEL>, dim3(1), dim3(256), params, 0, stream);
 }
 
 extern "C" cudaError_t ring_all_gather_memory(spccl_memory_channel next, spccl_memory_channel previous,

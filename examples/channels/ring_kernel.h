@@ -20,11 +20,11 @@ struct ring_job {
     void *out;
     uint64_t block_bytes; /* a multiple of 16 */
     int world_size;
-    uint32_t *ok; /* the kernel sets 1, or 0 if a wait failed */
 };
 
 /* next, previous: channels to rank + 1 and rank - 1, with windows of RING_WINDOW_BYTES(block_bytes). Both ranks of a
- * link use the same number, and no other link has it: of two ranks, both links join the same pair. */
+ * link use the same number, and no other link has it: of two ranks, both links join the same pair. If a wait of
+ * the kernel fails, spccl_cuda_wait returns the error, and `out` has no result. */
 cudaError_t ring_all_gather_memory(spccl_memory_channel next, spccl_memory_channel previous,
                                    const struct ring_job *job, cudaStream_t stream);
 /* The same over port channels, with windows of RING_PORT_WINDOW_BYTES(block_bytes). */

@@ -66,15 +66,12 @@ static inline void check_blocks(const struct rank_ctx *c, size_t bytes, int roun
     }
 }
 
-/* The ring of examples/channels from in_d to out_d; its result is in spare_d. */
+/* The ring of examples/channels from in_d to out_d. */
 static inline struct ring_job ring_job_of(const struct rank_ctx *c, size_t bytes)
 {
     const struct rank_buffer *m = &rank_buffers[c->rank];
-    return (struct ring_job){.block = m->in_d,
-                             .out = m->out_d,
-                             .block_bytes = bytes,
-                             .world_size = c->n_ranks,
-                             .ok = (uint32_t *)(void *)m->spare_d};
+    return (struct ring_job){
+        .block = m->in_d, .out = m->out_d, .block_bytes = bytes, .world_size = c->n_ranks};
 }
 
 /* ---- an exchange of all pairs ---- */

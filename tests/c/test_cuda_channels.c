@@ -25,16 +25,12 @@ static void run_ring(struct rank_ctx *c, spccl_channels *channels, size_t bytes,
     const struct rank_buffer *m = &rank_buffers[c->rank];
     struct ring ring = get_ring(c, channels);
     struct ring_job job = ring_job_of(c, bytes);
-    uint32_t ok = 0;
     fill_block(m->in, bytes, c->rank, round);
     CUDA_OK(cudaMemcpyAsync(m->in_d, m->in, bytes, cudaMemcpyHostToDevice, m->on));
     CUDA_OK(cudaMemsetAsync(m->out_d, POISON, bytes * (size_t)c->n_ranks, m->on));
     CUDA_OK(ring_all_gather_memory(ring.next, ring.previous, &job, m->on));
     CUDA_OK(cudaMemcpyAsync(m->got, m->out_d, bytes * (size_t)c->n_ranks, cudaMemcpyDeviceToHost, m->on));
-    CUDA_OK(cudaMemcpyAsync(m->plain, m->spare_d, sizeof ok, cudaMemcpyDeviceToHost, m->on));
     CHECK_OK(spccl_cuda_wait(c->comm, m->on, LONG_MS));
-    memcpy(&ok, m->plain, sizeof ok);
-    CHECK(ok == 1, "rank %d of %d: the ring failed", c->rank, c->n_ranks);
     check_blocks(c, bytes, round);
 }
 

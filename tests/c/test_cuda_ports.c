@@ -32,7 +32,6 @@ static void run_ring(struct rank_ctx *c, spccl_channels *channels, size_t bytes,
     CUDA_OK(ring_all_gather_port(next, previous, &job, m->on));
     CUDA_OK(cudaMemcpyAsync(m->got, m->out_d, bytes * (size_t)n, cudaMemcpyDeviceToHost, m->on));
     CHECK_OK(spccl_cuda_wait(c->comm, m->on, LONG_MS));
-    CHECK(read_word(c, m->spare_d) == 1, "rank %d of %d: the ring failed", c->rank, n);
     check_blocks(c, bytes, round);
 }
 
