@@ -6,9 +6,10 @@
  * A sum is: the contributions of the owner's host in rank order, then the sums of the other hosts in the order of
  * hosts, each added in rank order. That is not rank order, so this schedule runs only when it is asked for.
  *
- * Two ranks of one host exchange contributions to several shards over one queue. The senders take turns in the order of
- * (slice, shard), the same on all ranks: so no two ranks wait for shards of each other in different orders.
- * docs/ALGORITHMS.md, "Why no rank waits for ever", has the proof. */
+ * Two ranks of one host exchange contributions to several shards over one queue. The senders take turns by (slice, host
+ * of the shard), beginning with the next host, the same on all ranks of a host: so no two ranks wait for shards of each
+ * other in different orders. The own host's shards come last: they wait for sums of other hosts, and the other shards for
+ * none. docs/ALGORITHMS.md, "Why no rank waits for ever", has the proof. */
 #include "core/plan/sched_build.h"
 
 typedef struct shard {
@@ -78,25 +79,35 @@ static sp_step *add_all(sp_plan_builder *b, const sp_plan_args *a, const shard *
     return s;
 }
 
+/* The step of this rank for the shard of `owner`. */
+static void add_shard(sp_plan_builder *b, const sp_plan_args *a, int owner)
+{
+    shard x = {owner, (size_t)owner * a->n_elems, a->n_elems};
+    int adder = adder_of(a, owner);
+    if (a->coll == SP_ALL_REDUCE)
+        sp_part_range(a->n_elems, a->world_size, owner, &x.off, &x.len);
+    if (owner == a->rank) {
+        sp_step *s = add_all(b, a, &x);
+        if (s != NULL && a->coll == SP_ALL_REDUCE)
+            sp_relayed_to_everyone(b, a, s, -1);
+    } else if (adder == a->rank) {
+        add_host(b, a, &x);
+    } else {
+        contribute(b, a, &x, adder);
+    }
+}
+
 static void reduce(sp_plan_builder *b, const sp_plan_args *a)
 {
-    b->plan->n_turns = sp_hosts_size(a->hosts, a->hosts->host_of[a->rank]);
+    const sp_hosts *h = a->hosts;
+    int host = h->host_of[a->rank];
+    b->plan->n_turns = sp_hosts_size(h, host);
     if (a->coll == SP_ALL_REDUCE)
         sp_relayed_results(b, a);
-    for (int owner = 0; owner < a->world_size; owner++) { /* the order of turns */
-        shard x = {owner, (size_t)owner * a->n_elems, a->n_elems};
-        int adder = adder_of(a, owner);
-        if (a->coll == SP_ALL_REDUCE)
-            sp_part_range(a->n_elems, a->world_size, owner, &x.off, &x.len);
-        if (owner == a->rank) {
-            sp_step *s = add_all(b, a, &x);
-            if (s != NULL && a->coll == SP_ALL_REDUCE)
-                sp_relayed_to_everyone(b, a, s, -1);
-        } else if (adder == a->rank) {
-            add_host(b, a, &x);
-        } else {
-            contribute(b, a, &x, adder);
-        }
+    for (int i = 1; i <= h->n_hosts; i++) { /* the order of turns: the own host is the last */
+        int to = (host + i) % h->n_hosts;
+        for (int j = h->first[to]; j < h->first[to + 1]; j++)
+            add_shard(b, a, h->ranks[j]);
     }
 }
 
