@@ -214,11 +214,6 @@ def predict_all(
     return sorted(made, key=lambda p: p.time_s), left_out
 
 
-def quick(network: Network) -> tuple[str, ...]:
-    """The schedules of which many sizes can be simulated: the ranks of the hierarchical one are not merged."""
-    return SCHEDULES if network.ranks <= MERGED_ABOVE else SCHEDULES[:4]
-
-
 # ---- curves ----
 
 Curves = dict[str, list[tuple[float, float]]]  # by schedule: (x, seconds)
@@ -228,7 +223,7 @@ def curves(network: Network, machine: Machine, calls: Iterable[tuple[float, Call
     """The time of each schedule for each call, which stands at an x."""
     found: Curves = {}
     for x, call in calls:
-        for p in predict_all(network, call, machine, quick(network), merge=1)[0]:
+        for p in predict_all(network, call, machine, merge=1)[0]:
             found.setdefault(p.schedule, []).append((x, p.time_s))
     return found
 

@@ -36,11 +36,11 @@ static void same(const spccl_simulate_options *o, double a, double b, const char
 /* Merged and unmerged differ by less than 1%, for every schedule, collective and shape that can be merged. */
 static void test_merged(void)
 {
-    static const char *const schedules[] = {"direct", "relayed", "ring", "oneshot"};
+    static const char *const schedules[] = {"direct", "relayed", "ring", "hierarchical", "oneshot"};
     static const char *const colls[] = {"all_reduce", "all_gather", "reduce_scatter"};
     static const int shapes[][3] = {
         {64, 8, 2}, {16, 1, 0}, {24, 4, 3}, {32, 32, 0}}; /* ranks, per host, cores */
-    for (int i = 0; i < 4 * 3 * 4; i++) {
+    for (int i = 0; i < 5 * 3 * 4; i++) {
         spccl_simulate_options o = start;
         spccl_simulated merged, all;
         o.schedule = schedules[i / 12];
@@ -72,8 +72,8 @@ static void test_merged(void)
 /* 4096 ranks are 8: the work is bounded, whatever the machine. */
 static void test_many_ranks(void)
 {
-    static const char *const schedules[] = {"direct", "relayed", "ring"};
-    for (int i = 0; i < 3; i++) {
+    static const char *const schedules[] = {"direct", "relayed", "ring", "hierarchical"};
+    for (int i = 0; i < 4; i++) {
         spccl_simulate_options o = start;
         spccl_simulated out;
         o.schedule = schedules[i];
@@ -176,7 +176,7 @@ static void test_refused(void)
         {4, 2, 0.1, 0, 0, "direct", "all_sum", "collective \"all_sum\""},
         {4, 2, 0.1, 0, 0, "oneshot", "all_gather", "schedule oneshot has no all_gather"},
         {4, 2, 0.1, 0, 0, NULL, "all_reduce", "give a schedule or plan_text"},
-        {4096, 8, 0.1, 0, 0, "hierarchical", "all_reduce", "its ranks are not equal"},
+        {4096, 8, 0.1, 0, 0, "direct", "broadcast", "its ranks are not equal"},
     };
     spccl_simulated out = {.struct_bytes = sizeof out};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {

@@ -2,11 +2,11 @@
  * links, and events in the order of time. simulate.c makes it, sim_rank.c runs steps, sim_cost.c says how long they take,
  * sim_net.c moves messages, sim_event.c keeps the events. Nothing else of the library uses this folder.
  *
- * Ranks that are equal are simulated once. If all hosts have equally many ranks, then the plans of direct, oneshot, relayed
- * and ring are the same on every host but for the numbers of ranks: turn all numbers by one host, and the plans are
- * those of the next host. So the ranks of host 0 are enough (n_reps), or rank 0 if there is one host. A message from rank
- * a of host 0 to rank b on host h is then also the one that rank b - h hosts gets from rank a - h hosts. Without merging,
- * n_reps is the number of ranks, and nothing is turned. */
+ * Ranks that are equal are simulated once. If all hosts have equally many ranks, then the plans are the same on every
+ * host but for the numbers of ranks: turn all numbers by one host, and the plans are those of the next host. So the ranks
+ * of host 0 are enough (n_reps), or rank 0 if there is one host. A message from rank a of host 0 to rank b on host h is
+ * then also the one that rank b - h hosts gets from rank a - h hosts. Without merging, n_reps is the number of ranks, and
+ * nothing is turned. */
 #ifndef SP_SIM_H
 #define SP_SIM_H
 

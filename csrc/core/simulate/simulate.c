@@ -119,13 +119,12 @@ static spccl_status parse_coll(const char *name, sp_coll *out)
 
 /* True if each host's ranks have the plans of host 0 but for the numbers of ranks. Then host 0 stands for all: see sim.h. The
  * ranks of one host are equal if they do not wait for cores. */
-static bool can_merge(const sim *x, sp_schedule schedule)
+static bool can_merge(const sim *x)
 {
     bool one_host = x->n_ranks == x->per_host;
     if (x->o->shared_cores != 0 || (one_host && x->o->cores != 0 && x->o->cores < x->n_ranks))
         return false;
-    return x->n_ranks % x->per_host == 0 && x->coll != SP_BROADCAST &&
-           (schedule != SP_SCHED_HIERARCHICAL || one_host || x->coll == SP_ALL_GATHER);
+    return x->n_ranks % x->per_host == 0 && x->coll != SP_BROADCAST;
 }
 
 static void merge(sim *x, sp_schedule schedule)
@@ -134,7 +133,7 @@ static void merge(sim *x, sp_schedule schedule)
     size_t unit = (size_t)x->n_ranks * PART_ELEMS;
     bool rounds = x->coll == SP_ALL_REDUCE && x->n_elems % unit != 0;
     x->n_reps = x->n_ranks;
-    if (want < 0 || (want == 0 && rounds && x->n_ranks <= ROUNDED_ABOVE) || !can_merge(x, schedule))
+    if (want < 0 || (want == 0 && rounds && x->n_ranks <= ROUNDED_ABOVE) || !can_merge(x))
         return;
     x->n_reps = x->per_host == x->n_ranks ? 1 : x->per_host;
     x->turns_parts = schedule != SP_SCHED_ONESHOT;
