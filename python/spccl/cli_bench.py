@@ -125,6 +125,12 @@ def _forced(options: dict[str, Any]) -> Iterator[None]:
 )
 @click.option("--rate", default="1gbit", show_default=True, help="Rate of an emulated host's link, as tc writes it.")
 @click.option(
+    "--port-queue",
+    type=Size(),
+    default=0,
+    help="What a port of the emulated switch queues.  [default: 5 ms of the rate, and 256K at least]",
+)
+@click.option(
     "--in-flight",
     type=click.IntRange(2, 8),
     help="With --hosts: also issue so many calls together, and say when the first is done.",

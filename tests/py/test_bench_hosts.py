@@ -85,8 +85,12 @@ def test_says_what_the_system_refuses(monkeypatch, tmp_path):
 
 @needs_hosts
 def test_hosts_are_made_and_removed():
-    with hosts.emulated(2, "100mbit") as names:
+    with hosts.emulated(2, "100mbit", port_queue=3 << 20) as names:
         assert set(names) < set(namespaces())
+        shaped = subprocess.run(
+            ["tc", "-n", names[0].replace("-0", "-switch"), "qdisc"], capture_output=True, text=True, check=True
+        ).stdout
+        assert shaped.count("lat 252ms") == 2  # 3 MiB at 100 Mbit/s
         with pytest.raises(hosts.CannotEmulate, match="File exists"), hosts.emulated(2, "100mbit"):
             pass
     assert namespaces() == []

@@ -19,7 +19,7 @@ from ..cli_types import Fail
 from . import cases, gpu_report, hosts, loop, report, runner, start
 
 _ONLY = {  # options that only one device has
-    "cpu": ("transport", "via", "hosts", "rate", "in_flight"),
+    "cpu": ("transport", "via", "hosts", "rate", "port_queue", "in_flight"),
     "cuda": ("max_ctas", "graph", "out_of_place", "seconds", "codec", "codec_csv"),
 }
 _PEERS = {"cpu": "gloo", "cuda": "nccl"}
@@ -234,6 +234,7 @@ def _cpu_plan(o: dict[str, Any], chosen: tuple[cases.Case, ...], how: dict[str, 
         transports=o["transport"],
         n_hosts=o["hosts"] or 0,
         rate=o["rate"],
+        port_queue=o["port_queue"],
         in_flight=o["in_flight"] or 0,
         **how,
     )

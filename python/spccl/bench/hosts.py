@@ -3,8 +3,8 @@
 Each host is a namespace with one interface, `eth0`. The switch is a bridge in a namespace of its own, so the machine's
 own network is not touched. Both ends of a host's link are shaped by `tbf`. After a pause each passes a burst at once,
 2 ms of the rate (16 to 256 KiB). The switch's end queues 5 ms of the rate, and 256 KiB at least, as a small switch
-does. The host's end queues 1.5 MB, 1000 full packets, as Linux's pfifo_fast. Needs root, and the commands `ip` and `tc`
-(iproute2). This file knows nothing of collectives.
+does; or what the caller says. The host's end queues 1.5 MB, 1000 full packets, as Linux's pfifo_fast. Needs root, and
+the commands `ip` and `tc` (iproute2). This file knows nothing of collectives.
 """
 
 from __future__ import annotations
@@ -99,8 +99,9 @@ def _shape(rate: str, limit_bytes: int) -> tuple[str, ...]:
     return ("rate", rate, "burst", str(burst_bytes(rate)), "limit", str(limit_bytes))
 
 
-def _make(prefix: str, names: list[str], rate: str) -> None:
+def _make(prefix: str, names: list[str], rate: str, port_queue: int) -> None:
     switch = f"{prefix}-switch"
+    limit = burst_bytes(rate) + port_queue if port_queue else queue_bytes(rate)
     _run("ip", "netns", "add", switch)
     _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
     _run("ip", "-n", switch, "link", "set", "bridge", "up")
@@ -113,7 +114,7 @@ def _make(prefix: str, names: list[str], rate: str) -> None:
         _run("ip", "-n", name, "link", "set", IFNAME, "up")
         _run("ip", "-n", name, "link", "set", "lo", "up")
         _run("tc", "-n", name, "qdisc", "add", "dev", IFNAME, "root", "tbf", *_shape(rate, host_queue_bytes(rate)))
-        _run("tc", "-n", switch, "qdisc", "add", "dev", port, "root", "tbf", *_shape(rate, queue_bytes(rate)))
+        _run("tc", "-n", switch, "qdisc", "add", "dev", port, "root", "tbf", *_shape(rate, limit))
 
 
 def address(host: int) -> str:
@@ -122,8 +123,10 @@ def address(host: int) -> str:
 
 
 @contextlib.contextmanager
-def emulated(n_hosts: int, rate: str) -> Iterator[list[str]]:
+def emulated(n_hosts: int, rate: str, port_queue: int = 0) -> Iterator[list[str]]:
     """Make n_hosts hosts with links of `rate` ("1gbit"), and remove them at the end. Yields the namespaces' names.
+
+    port_queue: bytes that the switch's end of a link queues behind its burst; 0: as a small switch.
 
     Raises: CannotEmulate, ValueError (the rate, or not 2 to 250 hosts).
     """
@@ -136,7 +139,7 @@ def emulated(n_hosts: int, rate: str) -> Iterator[list[str]]:
     prefix = f"spccl-{os.getpid()}"
     names = [f"{prefix}-{i}" for i in range(n_hosts)]
     try:
-        _make(prefix, names, rate)
+        _make(prefix, names, rate, port_queue)
         yield names
     finally:
         for name in [*names, f"{prefix}-switch"]:

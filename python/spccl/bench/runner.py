@@ -36,6 +36,7 @@ class Plan(BasePlan):
     transports: str | None = None
     n_hosts: int = 0  # emulated hosts (hosts.py) that the ranks are spread over; 0: all ranks run on this machine
     rate: str = ""  # of an emulated host's link
+    port_queue: int = 0  # bytes, of a port of the emulated switch; 0: as a small switch
     in_flight: int = 0  # with n_hosts: also time the first of so many calls that are issued together; 0: do not
     unique_ids: tuple[bytes, ...] = ()
     host_names: tuple[str, ...] = ()
@@ -49,7 +50,7 @@ class Plan(BasePlan):
         plan = super().prepared(stack)
         if not self.n_hosts:
             return dataclasses.replace(plan, unique_ids=(get_unique_id(), get_unique_id()))
-        names = stack.enter_context(hosts.emulated(self.n_hosts, self.rate))
+        names = stack.enter_context(hosts.emulated(self.n_hosts, self.rate, self.port_queue))
         return dataclasses.replace(plan, host_names=tuple(names), link_rate=hosts.measured_rate(names))
 
     def enter_host(self, rank: Rank) -> None:
