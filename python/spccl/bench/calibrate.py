@@ -8,6 +8,9 @@ from pathlib import Path
 from .. import simulate as sim
 from . import cases, hosts, report, runner
 
+_GSO_BYTES = 64 << 10  # TCP hands so much to a link at once
+_ACK_SHARE = 66 / (2 * 1514)  # of a link whose packets pass one by one, where each second one is acknowledged
+
 
 def cells_of(path: Path) -> tuple[list[sim.Cell], dict[str, str]]:
     """The cells of a result of `spccl bench --hosts` (CSV or JSON) with a forced schedule, and facts of its machine.
@@ -31,8 +34,12 @@ def cells_of(path: Path) -> tuple[list[sim.Cell], dict[str, str]]:
             continue
         n_hosts, ranks, gbs = int(row["hosts"]), int(row["ranks"]), float(row["link_gbs"])
         bits = 8e9 * gbs / sim.LINK_EFFICIENCY
+        burst = hosts.burst_bytes(f"{bits / 1e6:.3f}mbit")
+        # tbf cuts into packets what is larger than its burst. Both ways of a link are busy, so acknowledgements take
+        # time from data. The rate was measured with data one way.
+        link_ns = (1 / gbs) * (1 + _ACK_SHARE if burst < _GSO_BYTES else 1)
         network = sim.Network(
-            n_hosts, ranks // n_hosts, bits, 1 / gbs, hosts.burst_bytes(f"{bits / 1e6:.3f}mbit"),
+            n_hosts, ranks // n_hosts, bits, link_ns, burst,
             cores=int(facts.get("cores", 0)), shared=True,
         )  # fmt: skip
         size = int(row["size_bytes"])
