@@ -236,10 +236,11 @@ static spccl_status fake_pinned_create(size_t bytes, void **host, void **device)
     fake_note(NULL, *host, false);
     return SPCCL_OK;
 }
-static spccl_status fake_upload(int ordinal, const void *host, size_t bytes, void **out)
+static spccl_status fake_upload(int ordinal, const void *host, size_t bytes, size_t capacity, void **out)
 {
     (void)ordinal;
-    *out = malloc(bytes);
+    *out = malloc(capacity);
+    memset(*out, 0xa5, capacity); /* whoever reads what was not copied is seen */
     memcpy(*out, host, bytes);
     fake_note(NULL, *out, false);
     return SPCCL_OK;

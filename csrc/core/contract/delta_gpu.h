@@ -10,7 +10,9 @@
 
 /* ---- receiving ---- */
 
-/* The memory of a plan, one allocation of the GPU, zeros but for what is known of targets and places: head, sums [n_targets], rows [n_targets], places [n_places], slices [n_slices]. */
+/* The memory of a plan, one allocation of the GPU: head, sums [n_targets], rows [n_targets], places [n_places], slices
+ * [n_slices]. The host clears all but the slices, and fills in what it knows of targets and places. The slices are
+ * uninitialised until `open` writes them. It writes all of a target, or finds a fault, and then there is no plan. */
 
 #define SP_DELTA_NO_SLICE 0xffffffu /* of a fault: of the whole frame. Slices are below */
 /* What kernels found wrong: 0, or UINT64_MAX less the smallest of target << 32 | slice of the target << 8 | rule. rule: of

@@ -300,8 +300,8 @@ typedef struct sp_gpu_ops {
     /* Encode a list of arrays against their bases, and wait for it. Errors: DST_SMALL, UNSUPPORTED, NOMEM, DEVICE,
      * TIMEOUT. */
     spccl_status (*delta_encode)(const struct sp_gpu_delta_encode_args *a, void *stream);
-    /* Allocate `capacity` bytes of a GPU and copy `bytes` of `host` to their start; the rest has any values. Waits for
-     * the copy. Free it with unload. */
+    /* Allocate `capacity` bytes of a GPU and copy `bytes` <= capacity of `host` to their start. The rest is
+     * uninitialised. Waits for the copy. Free the memory with unload. */
     spccl_status (*upload)(int ordinal, const void *host, size_t bytes, size_t capacity, void **out);
     void (*unload)(int ordinal, void *device);
 } sp_gpu_ops;
