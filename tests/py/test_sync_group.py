@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="spccl.sync is for torch tensors, an
 from sync_runs import Net, change, state  # noqa: E402
 
 import spccl  # noqa: E402
-from spccl.sync import Publisher, Subscriber  # noqa: E402
+from spccl.sync import Publisher, Subscriber, _encode, delta  # noqa: E402
 
 MOST_S = 240  # of one round of all ranks: several times the timeout of a group
 
@@ -138,6 +138,23 @@ def test_a_change_above_the_limit(ranks):
     assert run.round() == [3, 3]
     run.check(3)
     run.push.verify()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_parts_are_small_if_a_receiver_may_be_sharded(ranks, sharded, monkeypatch):
+    """Only this test sees that the publisher hears what its receivers hold: a shard stages each part that it meets."""
+    monkeypatch.setattr(_encode, "PART_ELEMS", _encode.SLICE_ELEMS)
+    run = ranks(1)
+    run.net, run.nets = torch.nn.Linear(1024, 1024), [torch.nn.Linear(1024, 1024)]
+    places = {name: [delta.Place.whole(x.detach())] for name, x in run.nets[0].named_parameters()}
+    run.push = Publisher(run.comms[0], run.net)
+    run.pulls = [Subscriber(run.comms[1], places=places) if sharded else Subscriber(run.comms[1], run.nets[0])]
+    assert run.round() == [1, 1]
+    change(run.net, 1)
+    assert run.round() == [2, 2]
+    run.check(2)
+    n_parts = [len(entry.parts) for entry in run.pulls[0]._have.entries]
+    assert n_parts == ([16, 1] if sharded else [16 // _encode.WHOLE_TIMES, 1])
 
 
 @pytest.mark.parametrize("density", [0.02, 1.0])  # the base takes over kept frames, or the weights

@@ -19,7 +19,8 @@ Write = Callable[[str, dict[str, torch.Tensor], tuple[int, ...]], File]  # a del
 SLICE_ELEMS = 1 << 16  # of a frame; parts are of whole slices
 PART_ELEMS, N_PARTS = 1 << 22, 4096  # parts are of the first, or larger: so many of a model
 BASE_BYTES = 256 << 20  # of a base in host memory, copied to a GPU at a time
-GPU_PART_ELEMS, GPU_N_PARTS = 1 << 26, 512  # each part costs the hosts about 20 us
+GPU_PART_ELEMS, GPU_N_PARTS = 1 << 24, 512  # each part costs the hosts about 20 us
+WHOLE_TIMES = 4  # parts are so many times as large where all receivers are known to hold whole tensors
 
 
 def sum_of(x: torch.Tensor, key: int) -> int:
@@ -48,17 +49,24 @@ class Cuts:
         self._sources: delta.PackedSources | None = None  # None: copies are made for a call
 
     def find(
-        self, named: Sequence[Named], now: Pairs, base: Sequence[torch.Tensor], staging_bytes: int, key: int
+        self,
+        named: Sequence[Named],
+        now: Pairs,
+        base: Sequence[torch.Tensor],
+        staging_bytes: int,
+        key: int,
+        all_whole: bool,
     ) -> Cuts:
-        """Of these tensors. Args: named: the same list as before if no tensor moved; base: likewise."""
-        of = named, base, staging_bytes, key
+        """Of these tensors. Args: named: the same list as before if no tensor moved; base: likewise. all_whole: whether
+        all receivers hold whole tensors."""
+        of = named, base, staging_bytes, key, all_whole
         if len(self._of) == len(of) and all(was is one for was, one in zip(self._of, of, strict=True)):
             return self
         self._of = ()
         device = now[0][0].device if now else torch.device("cpu")
-        # Small parts, so that a rank of a sharded receiver reads few others' elements.
+        # Small parts, because a rank of a sharded receiver stages whole parts: few elements of others in its memory.
         least, n_parts = (PART_ELEMS, N_PARTS) if device.type == "cpu" else (GPU_PART_ELEMS, GPU_N_PARTS)
-        part_elems = max(least, sum(x.numel() for x in base) // n_parts)
+        part_elems = max(least * (WHOLE_TIMES if all_whole else 1), sum(x.numel() for x in base) // n_parts)
         self.parts = [
             (place, first, n)
             for place, x in enumerate(base)

@@ -110,6 +110,7 @@ class GroupPublisher(Publisher):
         hellos = group.gather("hello", version, role="publisher", sha256=None, gpu=group.gpu(here), n_head=self._n_head)
         receivers = [record for rank, record in enumerate(hellos) if rank != group.rank]
         _require_roles(group, hellos)
+        self._all_whole = all(record.get("whole") is True for record in receivers)
         writer = Writer(self._file, self._key, self.staging_bytes)
         try:
             older = self._older(receivers)
@@ -323,7 +324,8 @@ class GroupSubscriber(Subscriber):
         group = self._group
         hello = {"version": None, "sha256": None} if self._have is None else vars(self._have)
         here = self._device()
-        fields = {"role": "receiver", "sha256": hello["sha256"], "gpu": group.gpu(here)}
+        is_whole = self._plan is None
+        fields = {"role": "receiver", "sha256": hello["sha256"], "gpu": group.gpu(here), "whole": is_whole}
         hellos = group.gather("hello", hello["version"], **fields)
         self._root = _require_roles(group, hellos)
         self._undo = None  # given back, and tensors looked for, while the publisher encodes

@@ -141,6 +141,7 @@ class Publisher:
         self._key = secrets.randbits(64) if key is None else key
         self._kinds = [entry.kind for entry in self._entries()]
         self._cuts = _encode.Cuts()
+        self._all_whole = False  # whether all receivers hold whole tensors; a folder does not know its receivers
         self.base: list[torch.Tensor] = []
         self._base = Base(base, self._entries(), self._tensors)
         self._have: _route.Have | None = None  # what `base` holds
@@ -309,7 +310,7 @@ class Publisher:
             if self._base.is_live:
                 self._take_base(now)
                 self._require_untouched()
-            cuts = self._cuts.find(self._tensors, now, self.base, self.staging_bytes, self._key)
+            cuts = self._cuts.find(self._tensors, now, self.base, self.staging_bytes, self._key, self._all_whole)
             parts = writer.delta(now, self.base, cuts)
             rows = [
                 (old.sum, _encode.sum_after(old, found), found)
