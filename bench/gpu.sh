@@ -13,7 +13,7 @@
 #   weights   deltas of 14 GB of weights from one GPU to the others, against NCCL's broadcast of all
 #   packets   all-reduces of 1 to 64 KiB with packets, against NCCL: on 2, 4 or 8 GPUs
 # Options:
-#   --gpus G        for bench, soak, verify (def.: all)    --minutes N   length of the soak (default 1)
+#   --gpus G        how many, but for pytest (def.: all)   --minutes N   length of the soak (default 1)
 #   --seconds S     budget of the bench (default 180)      --limit S     limit of every stage, in place of its own
 #   --only WORDS    pytest -k WORDS                        --bench ARGS  more arguments for spccl bench, as in
 #     --bench "--codec --dtype float32,bfloat16 --sizes 16M,64M,512M,2048M --sparsity 0,50%,90%,99%,99.9%"
@@ -52,7 +52,7 @@ while (($#)); do
 done
 ((${#stages[@]})) || usage 2 >&2
 tests=OFF # C tests and micro-benchmarks, for the stages that need them
-[[ " ${stages[*]} " =~ \ (ctest|sanitize|pytest|micro|delta)\  ]] && tests=ON
+[[ " ${stages[*]} " =~ \ (ctest|sanitize|micro|delta)\  ]] && tests=ON
 mkdir -p "$out" "$build"
 if [[ -z ${SPCCL_COMMIT:-} ]]; then
     SPCCL_COMMIT=$(git describe --always --dirty --abbrev=12 --exclude='*' 2>/dev/null) || SPCCL_COMMIT=unknown

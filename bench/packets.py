@@ -56,7 +56,8 @@ class System(NamedTuple):
     kept: object = None
 
     def fill(self, rank: int, turn: int) -> None:
-        """Write the input of a turn: whole numbers, which float32 adds exactly. What is no result is a NaN."""
+        """Write the input of a turn: whole numbers, which float32 adds exactly. An element that no call
+        writes is a NaN."""
         self.target.fill_(float("nan"))
         self.source.copy_(counted(self.source) * (rank + 1) + turn)
 

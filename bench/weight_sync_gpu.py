@@ -1,7 +1,8 @@
 """Weight sync on one GPU: a delta of a whole model from comparing to the last write, against torch and a peer.
 
     python bench/weight_sync_gpu.py [--gb 14] [--changed 0.01] [--peer FILE] [--csv FILE]
-    torchrun --nproc-per-node 4 bench/weight_sync_gpu.py [...]      one GPU to the others, beside a dense broadcast
+    torchrun --nproc-per-node 4 bench/weight_sync_gpu.py [--cpu-backend gloo] [...]    one GPU to the others, beside a
+                                                                                       dense broadcast
 
 The weights are bfloat16 matrices of 4096 columns, 128 MiB each; a share of them, at random places, takes random bits
 that are no NaN. Rows: calls of spccl.sync.delta, for all tensors at once; `torch`: the same by torch's own operations,
@@ -9,7 +10,8 @@ tensor by tensor: compare, nonzero, gather (6 bytes a change), and writing with 
 checkpoint_weight_patch.py, whose load_checkpoint_weight_patches gets the places and values that torch has packed. Times
 are medians of 5, on the host's clock between two synchronizations. What was written is compared bit for bit.
 Under torchrun rank 0 publishes and the others apply; a time has everything from comparing the weights to the last write
-of the slowest rank; what of the base's update is left after the last vote is apart.
+of the slowest rank; what of the base's update is left after the last vote is apart. The dense broadcast is NCCL's; with
+--device cpu it is the --cpu-backend's.
 """
 
 from __future__ import annotations

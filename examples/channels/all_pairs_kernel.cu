@@ -47,7 +47,8 @@ __device__ static bool add(const all_pairs_args &a, uint32_t uses, uint64_t i)
     return true;
 }
 
-// On every rank the same thread of the grid puts and reads packet i. In use n + 1 it overwrites what it put in use n - 1.
+// Launches of a set are in the order of a stream. On every rank the same thread of the grid puts and reads packet i. In
+// use n + 1 it overwrites what it put in use n - 1.
 // By then it has read all peers' packets of use n, which their threads put after they had read those of use n - 1. So two
 // halves suffice, and nobody signals that a half may be overwritten. Blocks do not meet, so each counts its own uses.
 __global__ static void all_pairs(const __grid_constant__ all_pairs_args a)
@@ -60,7 +61,7 @@ __global__ static void all_pairs(const __grid_constant__ all_pairs_args a)
         ok &= put(a, uses, i);
     for (uint64_t i = first; i < n && ok; i += step)
         ok = add(a, uses, i);
-    // All threads of the block have read the counter. It takes an even number of values, so a flag keeps its half.
+    // All threads of the block have read the counter. The counter takes an even number of values: a flag keeps its half.
     if (__syncthreads_and(ok) && threadIdx.x == 0)
         *counter = uses == 0xfffffffdu ? 0 : uses + 1;
 }

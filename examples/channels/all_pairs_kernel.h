@@ -17,18 +17,18 @@ extern "C" {
 #define ALL_PAIRS_WINDOW_BYTES(n_elems, n_ranks) (2 * (uint64_t)(n_ranks) * ((n_elems) / 2) * 16)
 
 /* An all-reduce: out = the sum of all ranks' `in`, added in rank order from +0.0. All pointers are memory of the current
- * GPU, in and out multiples of 8. */
+ * GPU, in and out multiples of 8; they may be the same. */
 struct all_pairs_job {
     const float *in;
     float *out;
-    uint64_t n_elems; /* an even number, at least 2 */
-    int rank, world_size;
-    uint32_t *uses; /* [ALL_PAIRS_BLOCKS_MAX] 0 at first, then the kernel's: how often each block was used */
+    uint64_t n_elems;     /* an even number, at least 2 */
+    int rank, world_size; /* 2 to ALL_PAIRS_RANKS_MAX ranks */
+    uint32_t *uses;       /* [ALL_PAIRS_BLOCKS_MAX] 0 at first; the kernel counts uses of each block; wraps */
 };
 
 /* channels: by rank, number 0 to each peer; that of this rank is not read. Their windows have
- * ALL_PAIRS_WINDOW_BYTES(n_elems, world_size). All launches with a set have the same n_elems and `uses`. If a wait of
- * the kernel fails, spccl_cuda_wait returns the error, and `out` has no result. */
+ * ALL_PAIRS_WINDOW_BYTES(n_elems, world_size). All launches with a set have the same n_elems and `uses`, and
+ * do not overlap. If a wait of the kernel fails, spccl_cuda_wait returns the error, and `out` has no result. */
 cudaError_t all_pairs_all_reduce(const spccl_memory_channel *channels, const struct all_pairs_job *job,
                                  cudaStream_t stream);
 
