@@ -15,7 +15,7 @@
 
 #define BOOT_MAGIC 0x54425053u   /* "SPBT" */
 #define BOOT_REFUSAL 0x46525053u /* "SPRF": u32 magic, u32 status, zeros to SP_BOOT_HEAD_BYTES, text */
-#define WIRE_VERSION 9u
+#define WIRE_VERSION 10u
 #define REFUSAL_CAP 600u
 #define REFUSAL_BYTES (SP_BOOT_HEAD_BYTES + REFUSAL_CAP)
 #define KEY_CAP 200
