@@ -142,8 +142,9 @@ def test_a_change_above_the_limit(ranks):
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_parts_are_small_if_a_receiver_may_be_sharded(ranks, sharded, monkeypatch):
-    """Only this test sees that the publisher hears what its receivers hold: a shard stages each part that it meets."""
+    """Only this test has receivers of both kinds, of which the publisher must know: a shard stages parts whole."""
     monkeypatch.setattr(_encode, "PART_ELEMS", _encode.SLICE_ELEMS)
+    monkeypatch.setitem(_encode.WHOLE_TIMES, "cpu", 4)
     run = ranks(1)
     run.net, run.nets = torch.nn.Linear(1024, 1024), [torch.nn.Linear(1024, 1024)]
     places = {name: [delta.Place.whole(x.detach())] for name, x in run.nets[0].named_parameters()}
@@ -154,7 +155,7 @@ def test_parts_are_small_if_a_receiver_may_be_sharded(ranks, sharded, monkeypatc
     assert run.round() == [2, 2]
     run.check(2)
     n_parts = [len(entry.parts) for entry in run.pulls[0]._have.entries]
-    assert n_parts == ([16, 1] if sharded else [16 // _encode.WHOLE_TIMES, 1])
+    assert n_parts == ([16, 1] if sharded else [4, 1])
 
 
 @pytest.mark.parametrize("density", [0.02, 1.0])  # the base takes over kept frames, or the weights

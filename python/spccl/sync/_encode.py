@@ -20,7 +20,7 @@ SLICE_ELEMS = 1 << 16  # of a frame; parts are of whole slices
 PART_ELEMS, N_PARTS = 1 << 22, 4096  # parts are of the first, or larger: so many of a model
 BASE_BYTES = 256 << 20  # of a base in host memory, copied to a GPU at a time
 GPU_PART_ELEMS, GPU_N_PARTS = 1 << 24, 512  # each part costs the hosts about 20 us
-WHOLE_TIMES = 4  # parts are so many times as large where all receivers are known to hold whole tensors
+WHOLE_TIMES = {"cpu": 1, "cuda": 4}  # so much larger are parts where all receivers are known to hold whole tensors
 
 
 def sum_of(x: torch.Tensor, key: int) -> int:
@@ -64,9 +64,10 @@ class Cuts:
             return self
         self._of = ()
         device = now[0][0].device if now else torch.device("cpu")
-        # Small parts, because a rank of a sharded receiver stages whole parts: few elements of others in its memory.
+        # Parts are small because a shard stages each part whole, also what other shards hold of it.
         least, n_parts = (PART_ELEMS, N_PARTS) if device.type == "cpu" else (GPU_PART_ELEMS, GPU_N_PARTS)
-        part_elems = max(least * (WHOLE_TIMES if all_whole else 1), sum(x.numel() for x in base) // n_parts)
+        least *= WHOLE_TIMES[device.type] if all_whole else 1
+        part_elems = max(least, sum(x.numel() for x in base) // n_parts)
         self.parts = [
             (place, first, n)
             for place, x in enumerate(base)

@@ -110,7 +110,9 @@ class GroupPublisher(Publisher):
         hellos = group.gather("hello", version, role="publisher", sha256=None, gpu=group.gpu(here), n_head=self._n_head)
         receivers = [record for rank, record in enumerate(hellos) if rank != group.rank]
         _require_roles(group, hellos)
-        self._all_whole = all(record.get("whole") is True for record in receivers)
+        was_whole, self._all_whole = self._all_whole, all(record.get("whole") is True for record in receivers)
+        if was_whole and not self._all_whole:
+            self._sent = []  # their parts may be too large for a shard
         writer = Writer(self._file, self._key, self.staging_bytes)
         try:
             older = self._older(receivers)
