@@ -8,8 +8,8 @@
  *
  * Two ranks of one host exchange contributions to several shards over one queue. The senders take turns by (slice, host
  * of the shard), beginning with the next host, the same on all ranks of a host: so no two ranks wait for shards of each
- * other in different orders. The own host's shards come last: they wait for sums of other hosts, and the other shards for
- * none. docs/ALGORITHMS.md, "Why no rank waits for ever", has the proof. */
+ * other in different orders. Sums for other hosts need contributions of the own host only, so they come first: else they
+ * would stand behind a shard that waits for other hosts. docs/ALGORITHMS.md, "Why no rank waits for ever", has the proof. */
 #include "core/plan/sched_build.h"
 
 typedef struct shard {
