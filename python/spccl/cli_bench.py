@@ -128,7 +128,7 @@ def _forced(options: dict[str, Any]) -> Iterator[None]:
     "--port-queue",
     type=Size(),
     default=0,
-    help="What a port of the emulated switch queues.  [default: 5 ms of the rate, and 256K at least]",
+    help="Bytes that a port of the emulated switch queues.  [default: 5 ms of the rate, and 256K at least]",
 )
 @click.option(
     "--in-flight",

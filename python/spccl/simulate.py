@@ -255,11 +255,11 @@ def over_densities(network: Network, call: Call, machine: Machine, densities: Se
 
 
 def over_ranks(network: Network, call: Call, machine: Machine, hosts: Sequence[int]) -> Curves:
-    """More hosts with equally many ranks. Of schedules that are merged."""
+    """More hosts with equally many ranks. Without oneshot, which sends everything to all."""
     found: Curves = {}
     for n in hosts:
         grown = dataclasses.replace(network, hosts=n)
-        for p in predict_all(grown, call, machine, ("direct", "relayed", "ring"), merge=1)[0]:
+        for p in predict_all(grown, call, machine, ("direct", "relayed", "ring", "hierarchical"), merge=1)[0]:
             found.setdefault(p.schedule, []).append((float(grown.ranks), p.time_s))
     return found
 

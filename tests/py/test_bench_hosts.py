@@ -1,5 +1,6 @@
 """Tests of `spccl bench --hosts`: emulated hosts, and TCP between them."""
 
+import json
 import os
 import socket
 import subprocess
@@ -47,6 +48,8 @@ def test_burst_and_queue(rate, burst, queue):
         (["--hosts", "2", "--rate", "slow"], '"slow" is not a rate'),
         (["--hosts", "2", "--device", "cuda"], "is for --device cpu"),
         (["--in-flight", "4"], "needs --hosts"),
+        (["--port-queue", "4M"], "needs --hosts"),
+        (["--port-queue", "5G", "--hosts", "2"], "at most 1G"),
         (["--in-flight", "4", "--hosts", "2", "--via", "torch"], "--via native"),
     ],
 )
@@ -88,9 +91,10 @@ def test_hosts_are_made_and_removed():
     with hosts.emulated(2, "100mbit", port_queue=3 << 20) as names:
         assert set(names) < set(namespaces())
         shaped = subprocess.run(
-            ["tc", "-n", names[0].replace("-0", "-switch"), "qdisc"], capture_output=True, text=True, check=True
+            ["tc", "-j", "-n", names[0].replace("-0", "-switch"), "qdisc"], capture_output=True, text=True, check=True
         ).stdout
-        assert shaped.count("lat 252ms") == 2  # 3 MiB at 100 Mbit/s
+        waits_s = [one["options"]["lat"] / 1e6 for one in json.loads(shaped) if one["kind"] == "tbf"]
+        assert waits_s == pytest.approx([8 * (3 << 20) / 1e8] * 2, rel=0.01)
         with pytest.raises(hosts.CannotEmulate, match="File exists"), hosts.emulated(2, "100mbit"):
             pass
     assert namespaces() == []

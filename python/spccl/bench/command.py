@@ -243,6 +243,8 @@ def _cpu_plan(o: dict[str, Any], chosen: tuple[cases.Case, ...], how: dict[str, 
 def _check_hosts(o: dict[str, Any], has_torch: bool) -> None:
     if o["in_flight"] is not None and (o["hosts"] is None or o["via"] != "native"):
         raise click.BadParameter("needs --hosts, and --via native", param_hint="--in-flight")
+    if o["port_queue"] and (o["hosts"] is None or o["port_queue"] > 1 << 30):
+        raise click.BadParameter("needs --hosts, and at most 1G", param_hint="--port-queue")
     if o["hosts"] is None:
         return
     if start.under_torchrun():

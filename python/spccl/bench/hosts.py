@@ -2,8 +2,8 @@
 
 Each host is a namespace with one interface, `eth0`. The switch is a bridge in a namespace of its own, so the machine's
 own network is not touched. Both ends of a host's link are shaped by `tbf`. After a pause each passes a burst at once,
-2 ms of the rate (16 to 256 KiB). The switch's end queues 5 ms of the rate, and 256 KiB at least, as a small switch
-does; or what the caller says. The host's end queues 1.5 MB, 1000 full packets, as Linux's pfifo_fast. Needs root, and
+2 ms of the rate (16 to 256 KiB). The switch's end queues what the caller says, else as much as a small switch: 5 ms of
+the rate, and 256 KiB at least. The host's end queues 1.5 MB, 1000 full packets, as Linux's pfifo_fast. Needs root, and
 the commands `ip` and `tc` (iproute2). This file knows nothing of collectives.
 """
 
