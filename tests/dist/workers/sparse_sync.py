@@ -34,8 +34,8 @@ def steps(opt: SparseSync, net: Net, count: int, start: int = 0) -> None:
         opt.step()
 
 
-def compare(opt: SparseSync, net: Net, simulation: Simulation, tolerance: float = 0.0) -> None:
-    require_same(weights(opt, net), (trained(simulation.nets[RANK]), simulation.common), tolerance)
+def compare(opt: SparseSync, net: Net, simulation: Simulation, tolerance: float = 0.0, few: float = 0.0) -> None:
+    require_same(weights(opt, net), (trained(simulation.nets[RANK]), simulation.common), tolerance, few)
 
 
 def digest(opt: SparseSync, net: Net) -> str:
