@@ -26,7 +26,7 @@ from spccl import simulate as sim
 from spccl.bench.calibrate import cells_of
 
 HOSTS, RANKS, SIZE = 4, 8, "16M"
-PORT_QUEUE = "4M"  # of the switch: no segment is lost there, as in the simulation
+PORT_QUEUE = "4M"  # of the switch: few segments are sent again; the simulation loses none
 FIT_RATE, FIT_SPARSITIES = "600mbit", (0.995, 0.97, 0.8)
 RATES = ("100mbit", "300mbit", "1000mbit")
 SPARSITIES = (0.99, 0.95, 0.65, 0.0)  # none lies on a threshold of the ring, or where two formats cost the same
